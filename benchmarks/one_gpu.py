@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # instead of minutes
     parser.add_argument("--out", type=Path, default=Path("one-gpu"), help="folder (default: %(default)s)")
     parser.add_argument("--show", type=Path, metavar="PATH", help="print a folder's or file's tables, measure nothing")
-    parser.add_argument("--replan", action="store_true", help="with --show: layers beside what the plan says now")
+    parser.add_argument("--replan", action="store_true", help="with --show: steps beside what the plan says now")
     parser.add_argument("--part", choices=list(SHARES), help=argparse.SUPPRESS)  # for a part's own process
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)  # time.time()
     asked = parser.parse_args()
@@ -112,11 +112,14 @@ def write(out: Path, row: dict[str, Any]) -> None:
 def read(out: Path) -> list[dict[str, Any]]:
     """Return the rows of a folder or file, without those of a part that was interrupted and measured again."""
     rows: list[dict[str, Any]] = []
-    for line in (out / ROWS if out.is_dir() else out).read_text().splitlines():
+    files = [out / ROWS] if (out / ROWS).exists() else sorted(out.glob("*.jsonl")) if out.is_dir() else [out]
+    for line in (line for file in files for line in file.read_text().splitlines()):
         try:
             row = json.loads(line)
         except ValueError:
             row = {"part": "facts", "skipped": "a line that was cut off"}
+        if not isinstance(row, dict) or not row.keys() & {"part", "begins"}:  # another file of the folder
+            continue
         if again := row.get("begins"):
             rows = [each for each in rows if each["part"] != again]
         else:
@@ -289,9 +292,10 @@ def main() -> None:
     if asked.show:
         rows = read(asked.show)
         if asked.replan:
-            from one_gpu_model import replan
+            import one_gpu_dense
+            import one_gpu_model
 
-            rows = replan(rows)
+            rows = one_gpu_dense.replan(one_gpu_model.replan(rows))
         show(rows)
     elif asked.part:
         measure(asked)

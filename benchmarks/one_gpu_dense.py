@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import transformers
-from one_gpu_model import GIB, GPU, Row, Sizes, begin_peak, card, free, make_machine, sync
+from one_gpu_model import GIB, GPU, Row, Sizes, begin_peak, card, free, make_machine, plan_gib, sync
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from windlass.compat import enable_checkpointing
 from windlass.model import config
 from windlass.model import targets as adapters
-from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.runfile import Lora
 from windlass.train import fsdp
@@ -111,12 +111,29 @@ def measure(way: str, described: dict[str, int], rows: int, length: int) -> Row:
     row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if GPU else None
     planned = plan(described, rows, length)
     row["mfu"] = planned.flops_per_token * rows * length / seconds / (card().bf16_tflops * 1e12) if GPU else None
-    if way == OURS:
-        row["plan_seconds"] = planned.step_seconds
-        row["plan_low"], row["plan_high"] = planned.step_seconds_low, planned.step_seconds_high
-        in_steps = [r for r in planned.rows if (r.phase, r.place) == ("step", "gpu")]
-        row["plan_gib"] = sum(r.bytes for r in in_steps if r.item not in ("reserve", "fragmentation")) / GIB
-    return row
+    return row | figures(planned) if way == OURS else row
+
+
+def figures(planned: Cost) -> Row:
+    return {
+        "plan_seconds": planned.step_seconds,
+        "plan_low": planned.step_seconds_low,
+        "plan_high": planned.step_seconds_high,
+        "plan_gib": plan_gib(planned),
+    }
+
+
+def replan(rows: list[Row]) -> list[Row]:
+    """Return rows of dense models with what the plan says now; the card is that of `one_gpu_model.replan`."""
+
+    def now(row: Row) -> Row:
+        numbers = MODELS.get(row.get("dense", ""))
+        if numbers is None or row["way"] != OURS or "seconds" not in row:
+            return row
+        described = dict(zip((*KEYS, "vocab_size"), numbers, strict=True))
+        return row | figures(plan(described, *map(int, row["rows"].split(" x "))))
+
+    return [now(row) for row in rows]
 
 
 def make_model(described: dict[str, int]) -> PeftModel:
@@ -145,7 +162,7 @@ def make_model(described: dict[str, int]) -> PeftModel:
     return peft_model.train()
 
 
-def plan(described: dict[str, int], rows: int, length: int) -> Any:
+def plan(described: dict[str, int], rows: int, length: int) -> Cost:
     base = config.describe({"model_type": "llama", **described}, "random weights")
     lora = Lora.model_validate({"r": R, "lora_alpha": 2 * R, "lora_dropout": 0.0, "target_modules": "all-linear"})
     layout = Layout("resident", "given", 1, 1, shard=1, activation_checkpointing=True)

@@ -91,8 +91,12 @@ def compute_in_double(loop: Loop) -> None:
     """Compute in float64 throughout, norms and the loss's softmax too, to see whether differences are rounding."""
     loop.model.causal_lm.double()
     softmax = torch.log_softmax
-    torch.log_softmax = lambda logits, dim, dtype: softmax(logits, dim, dtype=torch.float64)  # type: ignore[assignment]
-    torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor.to(torch.float32)  # type: ignore[method-assign]
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.to(torch.float64 if tensor.is_floating_point() else torch.float32)
+
+    torch.log_softmax = lambda logits, dim, **_: softmax(logits, dim, dtype=torch.float64)
+    torch.Tensor.float = widen  # type: ignore[method-assign, assignment]
 
 
 def keep_first_gradients(loop: Loop, kept: dict[str, Tensor]) -> None:
