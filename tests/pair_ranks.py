@@ -41,7 +41,7 @@ from windlass.plan import Plan
 from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, read_rank
 from windlass.run_folder import CHECKPOINTS, FINAL, MANIFEST, read_manifest
-from windlass.sweep.trials import train_trials
+from windlass.sweep.trials import train_sweep
 from windlass.train import connect, run
 from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.loop import Loop
@@ -257,7 +257,7 @@ def train_by_windlass(plan: Plan, here: Rank, *, resume: bool = False) -> int:
 
     original, run.make_loop = run.make_loop, loop_of
     try:
-        return run.train_rank(plan, here, resume=resume, train_sweep=train_trials)
+        return (train_sweep if plan.trials else run.train_rank)(plan, here, resume=resume)
     finally:
         run.make_loop = original
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

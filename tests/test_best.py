@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from windlass.best import BASE, rank_candidates, sum_rows
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.errors import UserError
 from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
+from windlass.ranking import RankedAdapter, Ranking, print_ranking
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.batches import ROW, Collate
-from windlass.train.best import BASE, rank_candidates, sum_rows
-from windlass.train.ranking import RankedAdapter, Ranking, print_ranking
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:

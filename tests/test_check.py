@@ -438,7 +438,7 @@ def test_a_plan_for_this_machine_is_held_against_its_libraries(
 def test_plan_and_train_know_the_libraries_and_submit_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's image has its own."""
     monkeypatch.setattr("windlass.hardware.read_gpu_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr("windlass.train.start.train", lambda planned, *_, **__: planned())
+    monkeypatch.setattr("windlass.start.train", lambda planned, *_, **__: planned())
     use(monkeypatch, RAN | {"transformers": "5.20.2"})
     given = ["cluster.nodes=2", "cluster.gpus_per_node=8", "layout=expert-parallel"]
     with refused("too-old"):

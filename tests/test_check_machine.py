@@ -22,7 +22,7 @@ from windlass.plan.script import AnyPlan, make_any_plan
 from windlass.ranks.interfaces import list_choices, match_interfaces
 from windlass.run_folder import FAILED, FINISHED, MANIFEST, update_manifest
 from windlass.runfile import read_any, read_run_file
-from windlass.train.start import leave_finished
+from windlass.start import leave_finished
 from windlass.variables import find_unread, variables
 
 ROOT = Path(__file__).parent.parent

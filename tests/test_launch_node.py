@@ -28,7 +28,7 @@ import json, os, sys
 from windlass.errors import print_error
 from windlass.ranks import node as nodes, supervisor
 from windlass.ranks.place import read_node
-from windlass.train.start import exit_when_signalled
+from windlass.start import exit_when_signalled
 
 options = json.loads(sys.argv[1])
 supervisor.LOST_SECONDS = options.get("lost_seconds", 20)
@@ -392,7 +392,7 @@ def test_a_node_that_comes_back_after_the_end_has_nothing_to_do(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path}/run contains this run, finished: nothing is left to train" in done.stderr
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "windlass.train.start" in names
+    assert "windlass.start" in names
     assert "torch" not in names
 
 

@@ -14,6 +14,7 @@ from refusals import refused
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from windlass.best import find_first_adapter
 from windlass.data.cache import hash_file
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.files import read_json, write_json
@@ -22,7 +23,6 @@ from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, begin_manife
 from windlass.runfile import Lora, RunFile
 from windlass.runfile.objectives import Dpo, Orpo
 from windlass.train.batches import FILL_PAIR, ROW, Collate
-from windlass.train.best import find_first_adapter
 from windlass.train.head import LogitShaping, TargetLogProbs
 from windlass.train.loss import SourceLosses
 from windlass.train.preference import PairAnswers, Preference, dpo_loss, orpo_loss

@@ -15,9 +15,9 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from windlass import tiny
+from windlass.best import find_first_adapter
 from windlass.files import read_json, read_json_lines
 from windlass.plan.finished import load_finished_run
-from windlass.train.best import find_first_adapter
 
 pytestmark = pytest.mark.long
 

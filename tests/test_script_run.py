@@ -24,7 +24,7 @@ from launch_jobs import environ
 from refusals import refused
 from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 
-from windlass import explain
+from windlass import explain, start
 from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import check
@@ -38,7 +38,7 @@ from windlass.plan.script import ScriptPlan, make_any_plan
 from windlass.ranks import supervisor as ranks
 from windlass.ranks.place import Node
 from windlass.runfile import LoadedScript, read_any, read_preset, read_run_file
-from windlass.train import script, start
+from windlass.train import script
 
 pytestmark = pytest.mark.long
 

@@ -52,6 +52,7 @@ from windlass.run_folder import (
 from windlass.run_folder import TRIALS as TRIALS_KEY
 from windlass.runfile import list_keys, read_run_file
 from windlass.runfile.sweep import CHANGE_STEPS, SHARED, format_number, why_shared
+from windlass.start import leave_finished
 from windlass.sweep import trials
 from windlass.sweep.trials import begin_sweep, claim_sweep, train_trials
 from windlass.train.checkpoint.resume import describe_run
@@ -60,7 +61,6 @@ from windlass.train.lora import attach_adapter
 from windlass.train.patches import ModelPatches
 from windlass.train.session import Options, Session
 from windlass.train.shared_base import SharedBase
-from windlass.train.start import leave_finished
 from windlass.train.trackers import open_tensorboard
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"

@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
 
-from windlass import runfile, tiny
+from windlass import runfile, start, tiny
 from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
@@ -41,7 +42,7 @@ from windlass.plan.layout import Layout
 from windlass.ranks.rank import Rank, StopSignal
 from windlass.ranks.supervisor import reserve_port
 from windlass.run_folder import ADAPTER, FAILED, REFERENCE, STOPPED, begin_manifest, read_manifest
-from windlass.train import run, start, trackers, updater
+from windlass.train import run, trackers, updater
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 from windlass.train.checkpoint.resume import claim_run_folder, fingerprint_base
@@ -348,8 +349,8 @@ def test_a_stop_is_recorded_before_trackers_and_the_report(
     for folder in (sweep, trial):
         begin_manifest(folder, {})
     loop: Any = SimpleNamespace(stopped=True, paused=False, step=2)
-    loop.plan = SimpleNamespace(folder=trial, loaded=SimpleNamespace(trial="first"))
-    run.record_stop(loop, console)
+    loop.plan = SimpleNamespace(folder=trial)
+    run.record_stop(loop, replace(session, around=sweep))
     assert [read_manifest(folder)["state"] for folder in (sweep, trial)] == [STOPPED] * 2
 
 

@@ -363,7 +363,7 @@ def test_a_rank_that_has_finished_is_not_failed_by_a_library(tmp_path: Path) -> 
     """A library's thread may abort the process at Python's own end."""
     program = """
 import atexit, os
-from windlass.train.start import RankCommand, run_in_ranks
+from windlass.start import RankCommand, run_in_ranks
 
 atexit.register(os.abort)
 command = RankCommand(["windlass"], dict(os.environ), print)

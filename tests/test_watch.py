@@ -21,7 +21,7 @@ import pytest
 from ports import free_port
 from rich.console import Console
 
-from windlass import run_folder, runfile, tiny
+from windlass import run_folder, runfile, start, tiny
 from windlass.errors import UserError
 from windlass.files import Table, WriteGuard, append_json_line, read_json_lines
 from windlass.launch.check.inputs import check_trackers
@@ -34,7 +34,6 @@ from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environmen
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.plan import make_plan
 from windlass.runfile import Watch, names
-from windlass.train import start
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]

@@ -25,6 +25,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from windlass import plan as planning
 from windlass import runfile
+from windlass.best import rank_checkpoints as evaluate_all
 from windlass.data.audit import PACKED
 from windlass.data.prepare import prepare_data
 from windlass.errors import RunError, UserError
@@ -33,7 +34,6 @@ from windlass.observe.background import BackgroundReport
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank, read_rank
 from windlass.train import connect, run
-from windlass.train.best import rank_checkpoints as evaluate_all
 from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.loop import Loop
 from windlass.train.lora import attach_adapter, make_peft_config

@@ -69,10 +69,10 @@ def best(
     """
     require_libraries(TRAINING, "best")
     from windlass.plan.finished import plan_finished_run
-    from windlass.train.start import RankCommand, best, compute_fingerprint
+    from windlass.start import RankCommand, best, compute_fingerprint
 
     def show(ranking: Any) -> None:
-        from windlass.train.ranking import print_ranking
+        from windlass.ranking import print_ranking
 
         write_result(ranking, as_json, print_ranking)
 

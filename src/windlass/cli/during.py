@@ -48,7 +48,7 @@ def train(
     """
     from windlass.ranks.job import read_wait_seconds, take_job
     from windlass.runfile import read_kind
-    from windlass.train.start import RankCommand, compute_fingerprint, train
+    from windlass.start import RankCommand, compute_fingerprint, train
 
     overrides = list(override or ())
     if ranks is not None:
@@ -98,13 +98,8 @@ def train(
                 loaded = read_any(run, [*overrides, *defaults])
         return make_any_plan(loaded, file, is_here=True)
 
-    def train_sweep(*given: Any) -> int:
-        from windlass.sweep.trials import train_trials
-
-        return train_trials(*given)
-
-    options: dict[str, Any] = {"debug_freq": debug_freq, "allow_other_base": allow_other_base}
-    raise typer.Exit(train(planned, started, resume=resume, train_sweep=train_sweep, **options))
+    code = train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+    raise typer.Exit(code)
 
 
 @command(DURING, "demo --dir demo-run", "report demo-run/run")

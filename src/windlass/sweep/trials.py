@@ -19,6 +19,7 @@ from windlass.observe.watch.detectors import AlarmError
 from windlass.plan import Plan
 from windlass.plan.finished import require_own_folder, require_same_halving, require_trained
 from windlass.ranks import collectives
+from windlass.ranks.rank import Rank
 from windlass.run_folder import (
     FAILED,
     FINISHED,
@@ -50,13 +51,28 @@ from windlass.train.checkpoint.resume import (
     require_same_run,
     warn_of_unshared,
 )
+from windlass.train.connect import require_same_plan
 from windlass.train.load import open_base_tokenizer
-from windlass.train.run import load_model, prepare_on_all_ranks, train_run
+from windlass.train.run import connect, load_model, prepare_on_all_ranks, train_run
 from windlass.train.session import PAUSED, Session
+from windlass.train.shared_base import SharedBase
 from windlass.weights.same_base import require_same_base
 
 FAILED_BY_ALARM = -2
 LENGTH = ("train.num_train_epochs", "train.max_steps")  # which a resumed run may change, and a finished trial has had
+
+
+def train_sweep(
+    plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
+) -> int:
+    """Do one rank's part of a sweep. Returns as `train_trials`."""
+    session = connect(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+    given = {"the sweep's trials": [trial.folder.name for trial in plan.trials], "its halvings": list(plan.halvings)}
+    chosen = {"sweep.together": [list(group.names) for group in plan.groups]}
+    require_same_plan(plan, session.identity, given, chosen)
+    for trial in plan.trials:
+        require_same_plan(trial, session.identity)
+    return train_trials(plan, replace(session, base=SharedBase(keeps=True), around=plan.folder))
 
 
 def train_trials(plan: Plan, session: Session) -> int:
@@ -117,8 +133,8 @@ def train_until(
         session.console.print(f"{which}: {', '.join(names)}{until}", style="bold")
         resumes = {name: session.options.resume or states[name] != WAITING for name in names}
         write_states(plan.folder, dict.fromkeys(names, RUNNING))
-        own = replace(session, tokens=plan.folder / "tokens")
-        own = replace(own, pauses=tuple(each.step for each in plan.halvings), pause_at=halving and halving.step)
+        pauses = tuple(each.step for each in plan.halvings)
+        own = replace(session, pauses=pauses, pause_at=halving and halving.step)
         ended = train_group(left, resumes, own, plan.folder)
         states |= ended
         write_states(plan.folder, ended)
@@ -181,7 +197,7 @@ def load_shared(plan: Plan, session: Session) -> str:
 
 def check_all_data(plan: Plan, session: Session) -> None:
     """Prepare all trials' data before the base is loaded. Those of trials that have begun must be as they were."""
-    quiet = replace(session, console=Console(quiet=True), tokens=plan.folder / "tokens")
+    quiet = replace(session, console=Console(quiet=True))
     checked = {}
     for trial in plan.trials:
         name = name_trial(trial)

@@ -1,9 +1,9 @@
-"""`windlass train` and `windlass best`: called once by a user, and once in every rank that this starts.
+"""A training run, in every rank that `windlass.start` starts.
 
 Read run, then loop: they are what a training run does.
 
-start       this machine's ranks or this node's, or one of them; script: the ranks of a run of kind: script
 run         what every rank does, in numbered steps; connect: ranks meet, and those that differ are refused
+script      the ranks of a run of kind: script
 loop        the training loop; model, updater, step: what it works with; evaluate and samples: between steps
 batches     which rows come when; micro-batches of this rank
 forward     hidden states of the positions whose next token counts; noise: NEFTune
@@ -15,7 +15,6 @@ load        the base model, each weight proven against the files
 parallel    layouts; fsdp: what is gathered; lora: adapters; initial: PiSSA and OLoRA
 patches     every replacement of other libraries' code, and when it may go
 console     what a run prints; trackers: what it sends to TensorBoard, W&B and others
-best        the saved adapters of a run, evaluated; ranking: their table
 logits      with and without the adapter, and how far apart
 checkpoint/ what is saved, when, and read again
 experts/    routed experts: their low-rank path, and tokens exchanged under expert parallelism

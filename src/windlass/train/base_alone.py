@@ -79,7 +79,7 @@ def describe_base_forward(plan: Plan, facts: Mapping[str, Any]) -> dict[str, str
 
 
 class BaseFigures:
-    """What evaluations of the base alone gave, in a file that resumed runs and the trials of a sweep read again."""
+    """What evaluations of the base alone gave, in a file that resumed runs read again, and others on the same base."""
 
     def __init__(self, path: Path, identity: str, unwritten: WriteGuard) -> None:
         """identity: of everything that the figures depend on."""

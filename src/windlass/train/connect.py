@@ -117,27 +117,28 @@ def require_own_gpus(gpus: list[str]) -> None:
             )
 
 
-def require_same_plan(plan: Plan, identity: str) -> None:
+def require_same_plan(
+    plan: Plan, identity: str, given: Mapping[str, Any] | None = None, chosen: Mapping[str, Any] | None = None
+) -> None:
     """Refuse ranks whose plans, run files, adapters or weights differ.
 
     Layout and batch follow from the run file and from the node, so different nodes may get different ones. They decide
     which collectives a rank takes part in: ranks that differ would wait for ever. With other differences, ranks would
-    train together on something that nobody requested.
+    train together on something that nobody requested. `given`, `chosen`: what else the run file says, the plan chose.
     """
     run = plan.run.model_dump(mode="json")
     choices = {
         **{f"layout.{name}": value for name, value in asdict(replace(plan.layout, reason="")).items()},
         "train.per_device_train_batch_size": plan.batch.micro,
         "train.gradient_accumulation_steps": plan.batch.accumulation,
-        "sweep.together": [list(group.names) for group in plan.groups],
+        **(chosen or {}),
     }
     sections = ("model", "lora", "data", "train", "dpo", "orpo", "watch")
     keys = {f"{name}.{key}": value for name in sections for key, value in run[name].items()}
-    keys |= {"the sweep's trials": [trial.folder.name for trial in plan.trials], "its halvings": list(plan.halvings)}
     versions = read_versions(LIBRARIES)
     libraries = {f"{name}'s version": version for name, version in versions.items() if name != "python"}
     config = {f"config.json's {key}": value for key, value in read_forward_config(plan.base).items()}
-    facts = {**keys, **choices, "the base model's fingerprint": identity, **config, **libraries}
+    facts = {**keys, **(given or {}), **choices, "the base model's fingerprint": identity, **config, **libraries}
     differing = find_differences(collectives.all_gather(facts))
     if not differing:
         return
@@ -145,8 +146,9 @@ def require_same_plan(plan: Plan, identity: str) -> None:
     if differing.keys() <= libraries.keys():
         hint = "use one image, or one environment, on all nodes"
     elif differing.keys() <= choices.keys():
-        hint = "the nodes differ: set the layout, the batch and sweep.together in the run file, so that the plan has "
-        hint += "nothing to choose"
+        *names, last = ["the layout", "the batch", *(chosen or {})]
+        unset = f"{', '.join(names)} and {last}"
+        hint = f"the nodes differ: set {unset} in the run file, so that the plan has nothing to choose"
     differences = "; ".join(f"{name} is {values}" for name, values in differing.items())
     raise UserError(f"the ranks plan different runs: {differences}", plan.where("cluster.gpu"), hint, "plans-differ")
 

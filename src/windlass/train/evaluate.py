@@ -20,7 +20,6 @@ from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
 from windlass.train.model import TrainedModel
 from windlass.train.preference import Preference
-from windlass.train.samples import Samples
 from windlass.train.served import measure_share
 
 
@@ -37,7 +36,6 @@ class Evaluator:
     base: BaseAlone
     base_figures: BaseFigures | None = None  # None: a loss that says nothing of the base
     kept: Batches | None = None  # rows that should not get worse
-    samples: Samples | None = None  # prompts continued after an evaluation
 
     def evaluate(self, step: int, tokens: int) -> dict[str, float] | None:
         """Return the mean loss of the validation rows and more about them; None if a stop signal interrupted it.

@@ -18,8 +18,8 @@ probes) uses the implementation that the model had before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from windlass.data.collate import Array
 from windlass.settings import SPLIT_QUERIES
-from windlass.train.sync import WaitTimer
 
 NAME: Final = "windlass-long-rows"
 ALIGNED: Final = 16  # torch's kernels copy masks of other widths
@@ -148,7 +147,7 @@ class RowGroup:
     ranks: int
     group: dist.ProcessGroup
     usual: str | None = None  # the attention of rows that are not cut
-    waits: WaitTimer | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # within it keys are waited for
 
     @classmethod
     def create(cls, ranks: int, timeout_seconds: float) -> RowGroup | None:
@@ -337,7 +336,7 @@ class GatherKeys(torch.autograd.Function):
         ctx.shapes = key.shape, value.shape
         sent = torch.cat([key.flatten(), value.flatten()])
         received = sent.new_empty(group.ranks, len(sent))
-        with group.waits.measure() if group.waits else nullcontext():
+        with group.waiting():
             dist.all_gather_into_tensor(received.view(-1), sent, group=group.group)
         wholes = []
         for shape, part in zip(ctx.shapes, torch.split(received, [key.numel(), value.numel()], 1), strict=True):

@@ -28,6 +28,7 @@ from windlass.train.fsdp import keep_gathered
 from windlass.train.kernels.compiled import Compiled
 from windlass.train.liveness import stop_non_finite
 from windlass.train.model import TrainedModel
+from windlass.train.samples import Samples
 from windlass.train.step import Step, StepSums
 from windlass.train.trackers import Trackers
 from windlass.train.updater import Updater
@@ -49,6 +50,7 @@ class Loop:
     saver: Saver  # checkpoints
     progress: Progress  # the terminal
     trackers: Trackers  # TensorBoard, W&B …
+    samples: Samples | None = None  # prompts continued after an evaluation
     pause_at: int | None = None  # step
 
     step: int = 0  # optimizer steps done
@@ -69,7 +71,7 @@ class Loop:
 
     @property
     def paused(self) -> bool:
-        """Whether a sweep has to decide first whether this trial goes on."""
+        """Whether the run is left here, to be continued."""
         return self.step == self.pause_at
 
     # --- the run ---
@@ -310,9 +312,9 @@ class Loop:
         self.recorder.event("eval", self.step, **metrics)
         self.progress.end_evaluation(self.step, metrics)
         self._log(metrics)
-        if self.evaluator.samples is not None:
+        if self.samples is not None:
             evaluations = sum("eval_loss" in values for values in self.log_history)
-            self.evaluator.samples.generate(self.step, evaluations)
+            self.samples.generate(self.step, evaluations)
         return True
 
     def save(self, *, wait: bool = False) -> None:

@@ -52,10 +52,10 @@ class TrainedModel:
         self.waits = WaitTimer(model, now, split_experts=layout.expert_parallel > 1)
         self.group = group
         if group:
-            group.waits = self.waits
+            group.waiting = self.waits.measure
         self.sources = SourceLosses(sources, self.device)  # per data set of a mix
         self.preference = Preference(plan.run, self.sources) if plan.run.objective.of_pairs else None
-        self.shared: SharedForward | None = None  # computes the losses of trials that train together
+        self.shared: SharedForward | None = None  # computes the loss instead, with that of other models
         self.patches = ModelPatches(
             self.causal_lm,
             dtype=torch.bfloat16 if train.in_bf16 else None,

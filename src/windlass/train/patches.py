@@ -39,7 +39,7 @@ On the model that trains, by `ModelPatches`:
     kernels/family_layers.py; and the forwards of adapted linear layers: see kernels/lora_linear.py
     why    on a GPU with a small micro-batch the host can't launch as many small kernels as fast
     until  the families' code and PEFT need as few kernels
-10. the forwards of shared experts: `exchange.SharedExperts`
+10. the forwards of shared experts: `shared.SharedExperts`
     why    under expert parallelism they run while tokens are exchanged
     until  transformers overlaps them
 
@@ -64,7 +64,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from windlass.errors import SlowerWarning
 from windlass.train.experts import experts
-from windlass.train.experts.exchange import SharedExperts, find_shared_experts
+from windlass.train.experts.shared import SharedExperts, find_shared_experts
 from windlass.train.forward import DocumentSearch, make_forward
 from windlass.train.fsdp import get_device
 from windlass.train.kernels import documents, family_layers, on_cpu

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,6 @@ from windlass.train.probe import write_probe
 from windlass.train.reference import attach_reference
 from windlass.train.samples import Samples, read_prompts
 from windlass.train.session import PAUSED, Options, Session
-from windlass.train.shared_base import SharedBase
 from windlass.train.trackers import Trackers
 from windlass.train.updater import Updater
 from windlass.weights.same_base import CHAT_TEMPLATE, describe_base, describe_quantization
@@ -96,36 +94,32 @@ def train_rank(
     resume: bool = False,
     debug_freq: int | None = None,
     allow_other_base: bool = False,
-    train_sweep: Callable[[Plan, Session], int] | None = None,
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
-    job = plan.run
-    folder = plan.folder
-
-    # 1. Connect to the other ranks; only rank 0 prints. All must be about to run the same.
-    console = make_console(here)
-    stop_signal = StopSignal()
-    report = BackgroundReport(folder)
-    unwritten = WriteGuard(console.print)
-    require_device(plan)
-    create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, folder))
-    collectives.check_links(get_device())
-    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
-    identity = fingerprint_base(plan.base)
-    for each in (plan, *plan.trials):
-        require_same_plan(each, identity)
-    options = Options(resume or job.train.resume == "auto", debug_freq, allow_other_base)
-    session = Session(
-        here, console, stop_signal, report, unwritten, identity, options, SharedBase(keeps=bool(plan.trials))
-    )
-    if train_sweep is not None and plan.trials:
-        return train_sweep(plan, session)
-    assert not plan.trials
+    session = connect(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
+    require_same_plan(plan, session.identity)
     return train_run(plan, session)
 
 
+def connect(
+    plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
+) -> Session:
+    """Connect to the other ranks. Only rank 0 prints."""
+    job = plan.run
+    console = make_console(here)
+    stop_signal = StopSignal()
+    report = BackgroundReport(plan.folder)
+    unwritten = WriteGuard(console.print)
+    require_device(plan)
+    create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, plan.folder))
+    collectives.check_links(get_device())
+    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
+    options = Options(resume or job.train.resume == "auto", debug_freq, allow_other_base)
+    return Session(here, console, stop_signal, report, unwritten, fingerprint_base(plan.base), options)
+
+
 def train_run(plan: Plan, session: Session) -> int:
-    """Train one run, or one trial of a sweep, on the base of this session."""
+    """Train a run on the base of this session, which other runs may share."""
     job = plan.run
     folder = plan.folder
     here = session.here
@@ -139,7 +133,8 @@ def train_run(plan: Plan, session: Session) -> int:
         begin = partial(claim_run_folder, resume=session.options.resume, allow_other_base=allow_other_base)
         from_checkpoint = collectives.run_on_rank_0(lambda: begin(plan, session.identity, unwritten, held))
         print_header(console, plan, os.environ)
-        warn_of_unshared(plan, console)
+        if session.around is None:
+            warn_of_unshared(plan, console)
 
         with record_failure(folder):
             # 3. Data, before the model: what is wrong with it shows in seconds and not after loading.
@@ -198,7 +193,7 @@ def train_run(plan: Plan, session: Session) -> int:
             loop = make_loop(plan, session, model, data, tokenizer, base_alone, facts=facts)
             session.base.undo.callback(loop.model.patches.undo)
             if job.train.compile:
-                session.base.undo.callback(torch.compiler.reset)  # the next trial compiles as it would alone
+                session.base.undo.callback(torch.compiler.reset)  # the next run compiles as it would alone
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
         with record_failure(folder):
@@ -224,9 +219,8 @@ def train_run(plan: Plan, session: Session) -> int:
             if not loop.stopped:
                 loop.watch.finish()
                 if from_checkpoint is None and not loop.updater.liveness.is_done:
-                    few = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
-                    console.print(f"warning: {few}; set a larger train.max_steps", style="yellow")
-            record_stop(loop, console)
+                    warn_of_few_steps(loop, console)
+            record_stop(loop, session)
         if loop.stopped or loop.paused:
             collectives.barrier()  # launchers take the first rank's exit for a failure and kill those still writing
             return SAVED if loop.stopped else PAUSED
@@ -246,16 +240,21 @@ def train_run(plan: Plan, session: Session) -> int:
         return 0
 
 
-def record_stop(loop: Loop, console: Console) -> None:
+def warn_of_few_steps(loop: Loop, console: Console) -> None:
+    few = f"too few steps ({loop.step}) to see all of the adapter train: parts may be as they began"
+    console.print(f"warning: {few}; set a larger train.max_steps", style="yellow")
+
+
+def record_stop(loop: Loop, session: Session) -> None:
     """Record why a run has not come to its end, before trackers and the report: a stopped job may be killed by then."""
     folder = loop.plan.folder
     if collectives.get_rank() == 0 and (loop.stopped or loop.paused):
         update_manifest(folder, state=STOPPED if loop.stopped else run_folder.PAUSED.format(loop.step))
-        if loop.stopped and loop.plan.loaded.trial:  # which stops its sweep
-            update_manifest(folder.parent.parent, state=STOPPED)
+        if loop.stopped and session.around:
+            update_manifest(session.around, state=STOPPED)
     if loop.stopped:
         saved = f"step {loop.step}" if loop.step else "what there is of the reference"
-        console.print(f"stopped by a signal; {saved} is saved; --resume continues from it")
+        session.console.print(f"stopped by a signal; {saved} is saved; --resume continues from it")
 
 
 def save_final(
@@ -295,7 +294,7 @@ def save_final(
 def load_model(
     plan: Plan, session: Session, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the base model and its certificate; loaded once for all trials of a sweep."""
+    """Return the base model and its certificate; loaded once for all runs of the session."""
     session.here.phase("loading the model")
     load = partial(load_base, plan.base, plan.layout, **describe_precision(plan), tokens=len(tokenizer))
     return session.base.get(load)
@@ -314,7 +313,7 @@ def prepare_on_all_ranks(
     data = prepare_data(
         plan.run,
         tokenizer,
-        cache=session.tokens,
+        cache=session.around and session.around / "tokens",
         where=plan.where,
         vocabulary=plan.base.dims["vocab"],
         batch=plan.batch.micro,
@@ -372,6 +371,7 @@ def make_loop(
     updater = Updater(model, train, length.total)
     trained = TrainedModel(plan, model, batches.names, recorder.now, group)
     evaluator = None
+    samples = None
     if train.eval_strategy != "no" and data.validation is not None:
         validation = make_validation_batches(plan, data, tokenizer.pad_token_id, cut)
         evaluator = Evaluator(
@@ -386,7 +386,7 @@ def make_loop(
             make_kept_batches(plan, data, tokenizer.pad_token_id),
         )
         if train.sample is not None:
-            evaluator.samples = Samples(
+            samples = Samples(
                 read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
                 train.sample,
                 tokenizer,
@@ -424,6 +424,7 @@ def make_loop(
         saver=saver,
         progress=progress,
         trackers=trackers,
+        samples=samples,
         pause_at=session.pause_at,
     )
 
@@ -438,7 +439,7 @@ def find_base_figures(
     settings = run.orpo.model_dump() if run.objective.of_pairs else {}
     rows = data.audit["row_hashes"]["validation"]
     identity = hash_text([describe_base_forward(plan, facts), run.train.objective, settings, rows, data.evaluated])
-    folder = session.tokens.parent if session.tokens else plan.folder  # of the sweep, or of the run
+    folder = session.around or plan.folder
     return BaseFigures(folder / BASE_FIGURES, identity, unwritten)
 
 

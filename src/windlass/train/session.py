@@ -1,4 +1,4 @@
-"""What a rank has from its start to its end, for one run or for all trials of a sweep."""
+"""What a rank has from its start to its end, for one run or for several on one base."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,6 @@ class Session:
     identity: str = ""  # fingerprint of the base's files
     options: Options = Options()
     base: SharedBase = field(default_factory=SharedBase)
-    tokens: Path | None = None  # where the trials of a sweep keep their tokens; None: in the run folder
-    pauses: tuple[int, ...] = ()  # steps at which a trial of a sweep waits for the others
+    around: Path | None = None  # the folder of several runs: their tokens, the base's figures, whether they stopped
+    pauses: tuple[int, ...] = ()  # steps after which the run may be left, to be continued
     pause_at: int | None = None  # the next of them

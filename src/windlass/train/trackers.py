@@ -28,7 +28,7 @@ def open_tensorboard(folder: Path, _name: str | None, config: dict[str, Any]) ->
     named = folder / "runs" / f"{time.strftime('%b%d_%H-%M-%S')}_{os.uname().nodename}"
     where = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or named).expanduser()
     if where != named and run_folder.find_sweep(folder):
-        where /= folder.name  # or all trials of a sweep would be one curve
+        where /= folder.name  # or runs beside each other would be one curve
     others = threading.excepthook
     # Errors in its thread are raised again by the next call, and reported there.
     threading.excepthook = lambda failed: (

@@ -79,11 +79,11 @@ def claim_run_folder(
 
 
 def warn_of_unshared(plan: Plan, console: Console) -> None:
-    """Say which ranks don't see the folder of a run or sweep; a trial's is within that. A collective."""
-    folder = plan.folder
-    if plan.loaded.trial is None and (unshared := find_unshared(folder)):
+    """Say which ranks don't see the run folder. A collective."""
+    unshared = ", ".join(map(str, find_unshared(plan.folder)))
+    if unshared:
         console.print(
-            f"warning: ranks {', '.join(map(str, unshared))} don't see {folder}: alarms compare ranks and are off, "
+            f"warning: ranks {unshared} don't see {plan.folder}: alarms compare ranks and are off, "
             "and the run can't be resumed there\nhint: set train.output_dir to a volume that all nodes mount",
             style="yellow",
         )

@@ -4,7 +4,6 @@ While tokens are exchanged, the rank computes its shared experts: the exchange i
 it is waited for. In the backward their gradients overlap with the exchange of gradients in the same way.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -23,10 +22,10 @@ from windlass.train.experts.experts import (
     sum_weighted,
     take_rows,
 )
+from windlass.train.experts.shared import SharedExperts
 from windlass.train.kernels import kept
 
 NAME: Final = "windlass"  # of this implementation among transformers' own
-SHARED: Final = ("shared_experts", "shared_expert")  # modules next to `experts`, in families that have shared experts
 
 
 class Exchange(AllToAllEP):  # type: ignore[misc]
@@ -103,7 +102,7 @@ class RowExchange:
     """One exchange of rows, and of their gradients in the opposite direction."""
 
     def __init__(
-        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: "SharedExperts | None" = None
+        self, sent: list[int], received: list[int], group: dist.ProcessGroup, shared: SharedExperts | None = None
     ) -> None:
         self.sent = sent
         self.received = received
@@ -155,41 +154,3 @@ class WaitForExchange(torch.autograd.Function):
             ctx.way.shared.computed = None
         ctx.way.gradient = ctx.way.start(gradient, back=True)
         return gradient, None  # has the right shape; its values are never read
-
-
-class SharedExperts:
-    """A layer's shared experts, computed before the layer calls them. Their forward becomes `take`."""
-
-    def __init__(self, original: Callable[[Tensor], Tensor]) -> None:
-        self.original = original
-        self.first = False  # the layer calls them before the routed experts: nothing left to overlap
-        self.computed: tuple[Tensor, Tensor] | None = None  # input and output
-
-    def compute(self, x: Tensor) -> None:
-        self.computed = None if self.first else (x, self.original(x))
-
-    def take(self, x: Tensor) -> Tensor:
-        computed = self.computed
-        self.computed = None
-        if computed is None or _place(computed[0]) != _place(x):
-            self.first = True
-            return self.original(x)
-        return computed[1].view(*x.shape[:-1], -1)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's place in memory, whatever its shape."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-
-def find_shared_experts(model: nn.Module) -> Iterator[tuple[Exchange, nn.Module]]:
-    """Yield each layer's exchange of tokens with the shared experts next to it, in families that have them."""
-    for layer in model.modules():
-        children = dict(layer.named_children())
-        shared = [children[name] for name in SHARED if name in children]
-        if not shared or "experts" not in children:
-            continue
-        for routed in children["experts"].modules():
-            exchange = vars(routed).get("exchange")
-            if exchange:
-                yield exchange, *shared

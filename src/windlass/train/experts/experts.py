@@ -49,7 +49,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def number_groups(experts: Any, top_k_index: Tensor) -> tuple[Tensor, int]:
-    """Return the group of rows that each token is in, and how many an expert has: one, or more if trials share it."""
+    """Return the group of rows that each token is in, and how many an expert has: one, or more if adapters share it."""
     sliced = getattr(experts, "sliced", None)
     return (sliced.number(top_k_index), sliced.groups) if sliced else (top_k_index, 1)
 
@@ -136,7 +136,7 @@ def expert_product(
     The backward recomputes the rows from `source`, which is kept for another reason anyway.
     """
     sliced = getattr(experts, "sliced", None)
-    if sliced:  # the rows of several trials
+    if sliced:  # the rows of several adapters
         of_all: Tensor = sliced.product(experts, name, source, rows_of, edges)
         return of_all
     rows = rows_of(source)

@@ -20,6 +20,7 @@ from windlass.errors import SAVED, Problem, UserError, raise_all
 from windlass.plan import Plan
 from windlass.plan.finished import describe_finished, has_finished, require_own_folder
 from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.ranking import Ranking
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
 from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
@@ -29,7 +30,6 @@ from windlass.ranks.supervisor import make_environments, require_all_nodes, rese
 from windlass.run_folder import MANIFEST
 from windlass.runfile.machines import GRACE_SECONDS
 from windlass.runfile.names import find_absent_trackers
-from windlass.train.ranking import Ranking
 from windlass.train.script import run_script, run_script_rank
 
 PLAN = "plan"  # in the status directory: the plan that this machine's ranks share
@@ -55,7 +55,6 @@ def train(
     resume: bool,
     debug_freq: int | None = None,
     allow_other_base: bool = False,
-    train_sweep: Callable[..., int] | None = None,
 ) -> int:
     """Train in this machine's ranks, or as one of them. Returns the exit code."""
 
@@ -69,16 +68,11 @@ def train(
         if isinstance(plan, ScriptPlan):
             return run_script_rank(plan, here, command.environ, resume=resume)
         here.phase("importing the training libraries")
-        from windlass.train.run import train_rank
-
-        return train_rank(
-            plan,
-            here,
-            resume=resume,
-            debug_freq=debug_freq,
-            allow_other_base=allow_other_base,
-            train_sweep=train_sweep,
-        )
+        if plan.trials:
+            from windlass.sweep.trials import train_sweep as train_plan
+        else:
+            from windlass.train.run import train_rank as train_plan
+        return train_plan(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
 
@@ -143,7 +137,7 @@ def best(
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
     def work(plan: AnyPlan, here: Rank) -> int:
-        from windlass.train.best import rank_checkpoints
+        from windlass.best import rank_checkpoints
 
         assert isinstance(plan, Plan)
         return rank_checkpoints(

@@ -25,6 +25,7 @@ from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.observe.format import describe_served
 from windlass.plan import Plan
+from windlass.ranking import RankedAdapter, Ranking
 from windlass.ranks import collectives
 from windlass.ranks.rank import Rank
 from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
@@ -45,7 +46,6 @@ from windlass.train.loss import SourceLosses
 from windlass.train.patches import Patches
 from windlass.train.precision import in_float32
 from windlass.train.preference import PairAnswers, Preference, measure_answers
-from windlass.train.ranking import RankedAdapter, Ranking
 from windlass.train.reference import require_first_adapter
 from windlass.train.served import measure_share
 from windlass.train.shared_base import SharedBase
