@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from windlass import plan as planning
 from windlass import runfile, tiny
 from windlass.data.prepare import prepare_data
+from windlass.errors import UserError
 from windlass.files import WriteGuard
 from windlass.model.family import FAMILIES
 from windlass.observe.background import BackgroundReport
@@ -113,7 +114,8 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif there and any(each.ndim and not each.is_cuda for each in tensors):
             self.mixed[self.where(name)] += 1
         elif any(word in name for word in PRODUCTS) and there and there[0].dtype == torch.float32:
-            self.wide[self.where(name)] += 1
+            is_outer = 1 in there[0].shape[-2:]  # as rotary positions are in transformers 5.17
+            self.wide[self.where(name)] += not is_outer
         return func(*args, **kwargs)
 
 
@@ -144,9 +146,14 @@ CASES = [
 def test_step_makes_no_unexpected_gpu_calls(
     family: str, layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = steps_of(family, layout, dtype, tmp_path, monkeypatch)
+    try:
+        gpu = steps_of(family, layout, dtype, tmp_path, monkeypatch)
+    except UserError as error:
+        if error.problems[0].code != "too-old":
+            raise
+        pytest.skip(error.problems[0].problem)
     assert +gpu.waits == {**WAITS, **(EXCHANGE if layout == "expert-parallel" else {})}
-    assert not gpu.wide
+    assert not +gpu.wide
     assert not gpu.mixed
 
 
@@ -156,7 +163,7 @@ def test_packed_rows_are_attended_to_by_document(
 ) -> None:
     gpu = steps_of(family, layout, "bf16", tmp_path, monkeypatch, packing=", packing: true")
     assert +gpu.waits == WAITS
-    assert not gpu.wide
+    assert not +gpu.wide
     assert not gpu.mixed
     assert gpu.called["_varlen_attn"] >= STEPS * 2 * 2 * 2  # each layer of each micro-batch, and when recomputed
     assert not any("scaled_dot_product" in name for name in gpu.called)

@@ -375,6 +375,41 @@ run_in_ranks(lambda: None, lambda plan, here: print("finished") or 0, command)
     assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
 
 
+@pytest.mark.parametrize("command", ["train", "best"])
+@pytest.mark.fault("a stop signal while torch imports numpy", "`windlass train`, `best`", "exits with 75")
+def test_a_stop_signal_waits_for_the_end_of_imports(command: str) -> None:
+    """torch loses what is raised while it imports numpy, of which half is left. The rank exits with 75 afterwards."""
+    program = """
+import builtins, os, signal, sys
+from types import SimpleNamespace
+from windlass import start
+
+def import_as_torch(name, *rest):
+    if name not in ("windlass.train.run", "windlass.best"):
+        return original(name, *rest)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as error:
+        print(f"lost: {error!r}", flush=True)
+    return SimpleNamespace(train_rank=lambda *_, **__: 1, rank_checkpoints=lambda *_, **__: 1)
+
+original, builtins.__import__ = builtins.__import__, import_as_torch
+start.leave_finished = start.require_inputs = lambda *_, **__: None
+make_plan = lambda: SimpleNamespace(trials=())
+ranks = start.RankCommand(["windlass"], dict(os.environ), print)
+start.Plan = SimpleNamespace
+if sys.argv[1] == "train":
+    start.train(make_plan, ranks, resume=False)
+else:
+    start.best(make_plan, None, ranks, show=print)
+"""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    words = [sys.executable, "-c", program, command]
+    done = subprocess.run(words, env={**os.environ, **rank}, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout) == (SAVED, ""), done.stderr
+    assert "there was nothing new to save; start again with --resume" in done.stderr
+
+
 @pytest.mark.fault("a native library that ends a rank", "`windlass train`", "native library: out of luck")
 def test_silently_failed_rank_shows_its_last_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """

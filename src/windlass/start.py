@@ -24,7 +24,7 @@ from windlass.ranking import Ranking
 from windlass.ranks.job import USUAL_WAIT_SECONDS, LaunchedJob, log_as_json
 from windlass.ranks.node import end_node, print_log_head, require_gpus, run_node, tell_other_nodes, to_node_code
 from windlass.ranks.place import Node, read_node, require_one_process_per_node, translate_launcher
-from windlass.ranks.rank import Rank, ignore_signals, read_rank, read_start_time, run_rank
+from windlass.ranks.rank import Rank, holding_stop_signals, ignore_signals, read_rank, read_start_time, run_rank
 from windlass.ranks.rendezvous import LOST
 from windlass.ranks.supervisor import make_environments, require_all_nodes, reserve_port, run_ranks
 from windlass.run_folder import MANIFEST
@@ -68,10 +68,11 @@ def train(
         if isinstance(plan, ScriptPlan):
             return run_script_rank(plan, here, command.environ, resume=resume)
         here.phase("importing the training libraries")
-        if plan.trials:
-            from windlass.sweep.trials import train_sweep as train_plan
-        else:
-            from windlass.train.run import train_rank as train_plan
+        with holding_stop_signals():
+            if plan.trials:
+                from windlass.sweep.trials import train_sweep as train_plan
+            else:
+                from windlass.train.run import train_rank as train_plan
         return train_plan(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
@@ -137,7 +138,8 @@ def best(
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
     def work(plan: AnyPlan, here: Rank) -> int:
-        from windlass.best import rank_checkpoints
+        with holding_stop_signals():
+            from windlass.best import rank_checkpoints
 
         assert isinstance(plan, Plan)
         return rank_checkpoints(

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -94,6 +94,22 @@ class StopSignal:
             self.received = True
             if not self.training:
                 sys.exit(SAVED)
+
+
+@contextlib.contextmanager
+def holding_stop_signals() -> Iterator[None]:
+    """Let a stop signal wait for the end of an import: an exit within that of numpy by torch is lost, and leaves half a
+    library."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda given, _: received.append(given)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        sys.exit(SAVED)
 
 
 def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[UserError], None]) -> int:
