@@ -38,7 +38,7 @@ from windlass.plan.layout import Layout
 from windlass.plan.traffic import estimate_traffic
 from windlass.ranks.collectives import get_rank, get_world_size
 from windlass.runfile import Lora
-from windlass.train.batches import Collate
+from windlass.train.collate import Collate
 from windlass.train.head import Head
 from windlass.train.load import load_base
 from windlass.train.long_rows import RowGroup

@@ -46,7 +46,7 @@ from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.step_time import causal_attention_flops
 from windlass.runfile.objectives import Dpo
-from windlass.train.batches import Pairs
+from windlass.train.collate import Pairs
 from windlass.train.experts import experts
 from windlass.train.head import Head
 from windlass.train.kernels import family_layers, lora_linear, on_cpu

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Modules of train/ that are about an extra.
 TRIALS = ("shared_base",)
-PAIRS = ("preference", "reference", "noise")
+PAIRS = ("pairs", "preference", "reference", "noise", "precision")
 
 
 def list_files(*patterns: str) -> list[Path]:

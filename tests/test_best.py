@@ -14,7 +14,7 @@ from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
 from windlass.ranking import RankedAdapter, Ranking, print_ranking
 from windlass.runfile.rules import resolve_accumulation
-from windlass.train.batches import ROW, Collate
+from windlass.train.collate import ROW, Collate
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:

@@ -22,7 +22,7 @@ from windlass.model.family import FAMILIES as KNOWN
 from windlass.plan import make_plan, split_rows
 from windlass.runfile import read_run_file
 from windlass.sweep import slices
-from windlass.train.batches import Batch, Collate
+from windlass.train.collate import Batch, Collate
 from windlass.train.head import Head
 from windlass.train.kernels import documents
 from windlass.train.patches import Patches

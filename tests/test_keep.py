@@ -24,7 +24,7 @@ from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
-from windlass.train import batches
+from windlass.train import collate
 from windlass.train.base_alone import BaseAlone
 from windlass.train.batches import make_kept_batches
 from windlass.train.checkpoint.snapshot import load_adapter
@@ -377,7 +377,7 @@ def swap_directions(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(batches.FILL_ROW, "labels", [0, 0])
+    patch.setitem(collate.Collate.fill, "labels", [0, 0])
 
 
 @pytest.mark.parametrize("plant", [stay_on, stay_off, swap_directions, count_padding])

@@ -29,7 +29,7 @@ from windlass.files import read_json_lines
 from windlass.plan import split_rows
 from windlass.run_folder import ADAPTER, SAMPLES
 from windlass.train import long_rows
-from windlass.train.batches import Batch, Collate
+from windlass.train.collate import Batch, Collate
 from windlass.train.noise import add_noise
 
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"

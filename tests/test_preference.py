@@ -22,9 +22,10 @@ from windlass.observe.steps import IGNORED
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, begin_manifest
 from windlass.runfile import Lora, RunFile
 from windlass.runfile.objectives import Dpo, Orpo
-from windlass.train.batches import FILL_PAIR, ROW, Collate
+from windlass.train.collate import ROW
 from windlass.train.head import LogitShaping, TargetLogProbs
 from windlass.train.loss import SourceLosses
+from windlass.train.pairs import PairCollate
 from windlass.train.preference import PairAnswers, Preference, dpo_loss, orpo_loss
 from windlass.train.reference import describe_reference, read_reference, require_finite, require_first_adapter
 from windlass.train.run import find_base_figures
@@ -138,10 +139,10 @@ def pair(number: int, chosen: int, rejected: int, prompt: int = 2) -> dict[str, 
 
 
 def test_padded_and_padding_free_pairs_have_the_same_answers() -> None:
-    rows = [pair(3, 4, 1), pair(0, 2, 5), FILL_PAIR]
+    rows = [pair(3, 4, 1), pair(0, 2, 5), PairCollate.fill]
     table = torch.arange(8.0).view(4, 2)
     padded, free = (
-        Collate(collator, pairs=True, reference=table)(rows) for collator in (PairCollator(0), PaddingFreeCollator())
+        PairCollate(collator, reference=table)(rows) for collator in (PairCollator(0), PaddingFreeCollator())
     )
     assert padded.pairs is not None
     assert free.pairs is not None
@@ -171,47 +172,47 @@ def test_half_a_pair_is_no_batch() -> None:
     half = {key: value if key == ROW else value[:6] for key, value in pair(3, 4, 1).items()}
     half["seq_lengths"] = np.array([6], np.int32)
     with pytest.raises(AssertionError, match="row 3 is no pair"):
-        Collate(PaddingFreeCollator(), pairs=True)([half])
+        PairCollate(PaddingFreeCollator())([half])
     silent = pair(3, 4, 1)
     silent["labels"][6:] = IGNORED
     with pytest.raises(AssertionError, match="row 3 has an answer without a token"):
-        Collate(PaddingFreeCollator(), pairs=True)([silent])
+        PairCollate(PaddingFreeCollator())([silent])
 
 
 @pytest.mark.fault("prompt tokens in the loss of a pair", "`windlass train`", "row 3 has loss on tokens of its prompt")
 @pytest.mark.parametrize("places", [[1], [7], [0, 1, 6, 7], [0, 1, 2, 6]])
 def test_prompts_have_no_loss(places: list[int]) -> None:
     row = pair(3, 4, 1)  # prompts at 0 and 6
-    Collate(PairCollator(0), pairs=True)([row])
+    PairCollate(PairCollator(0))([row])
     row["labels"][places] = row["input_ids"][places]
     with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
-        Collate(PairCollator(0), pairs=True)([row])
+        PairCollate(PairCollator(0))([row])
     other = pair(3, 4, 1, prompt=1)  # without a prompt the first tokens are the answers'
     other["input_ids"][0] = 9
-    Collate(PairCollator(0), pairs=True)([other])
+    PairCollate(PairCollator(0))([other])
     other = pair(3, 4, 1, prompt=3)
     other["input_ids"][1] = 9
     with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
-        Collate(PairCollator(0), pairs=True)([other])
+        PairCollate(PairCollator(0))([other])
     del row["labels"]
     with pytest.raises(AssertionError, match="row 3 has loss on tokens of its prompt"):
-        Collate(PairCollator(0), pairs=True)([row])
+        PairCollate(PairCollator(0))([row])
 
 
 def test_filler_pairs_count_nowhere() -> None:
     run = RunFile.model_validate({"train": {"objective": "orpo"}})
     preference = Preference(run, SourceLosses((), torch.device("cpu")))
-    batch = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5), FILL_PAIR])
+    batch = PairCollate(PaddingFreeCollator())([pair(0, 2, 5), PairCollate.fill])
     assert batch.pairs is not None
     log_probs = (-torch.rand(7)).requires_grad_()
-    loss = preference.compute(log_probs, batch.pairs)
+    loss = preference.compute(log_probs, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     assert log_probs.grad is not None
     assert log_probs.grad.isfinite().all()
-    alone = Collate(PaddingFreeCollator(), pairs=True)([pair(0, 2, 5)])
+    alone = PairCollate(PaddingFreeCollator())([pair(0, 2, 5)])
     assert alone.pairs is not None
     figures = preference.take()
-    torch.testing.assert_close(loss, preference.compute(log_probs, alone.pairs))
+    torch.testing.assert_close(loss, preference.compute(log_probs, alone))
     torch.testing.assert_close(figures, preference.take())
 
 
@@ -337,7 +338,7 @@ def test_figures_of_the_base_are_of_the_same_forward() -> None:
     attend_eagerly(plans[1])
     data: Any = SimpleNamespace(audit={"row_hashes": {"validation": "v"}}, evaluated=())
     figures = [
-        find_base_figures(plan, SimpleNamespace(tokens=None), data, facts, lambda _: nullcontext())  # type: ignore[arg-type]
+        find_base_figures(plan, SimpleNamespace(around=None), data, facts, lambda _: nullcontext())  # type: ignore[arg-type]
         for plan in plans
         for facts in (FACTS, FACTS | {"base_config": {"rope_theta": 1e6}})
     ]

@@ -39,7 +39,7 @@ from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
 from windlass.sweep import sliced_experts, slices, together
 from windlass.sweep.copies import copy_model
-from windlass.train.batches import Batch, Collate
+from windlass.train.collate import Batch, Collate
 from windlass.train.experts import experts as experts_of
 from windlass.train.kernels import on_cpu
 from windlass.train.load import load_base

@@ -48,8 +48,8 @@ from windlass.data.collate import PaddedCollator
 from windlass.errors import RANK_USER_INPUT, SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.run_folder import ADAPTER, PROBE
-from windlass.train.batches import Collate
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
+from windlass.train.collate import Collate
 from windlass.train.head import ChunkedCrossEntropy, Head, LogitShaping
 from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import balance_router, router_loss_weight

@@ -33,7 +33,8 @@ from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
 from windlass.runfile.names import SCHEDULES
 from windlass.train import optimizer
-from windlass.train.batches import ROW, SOURCE, Batch, Batches, Collate, RunLength
+from windlass.train.batches import Batches, RunLength
+from windlass.train.collate import ROW, SOURCE, Batch, Collate
 from windlass.train.patches import Patches
 
 

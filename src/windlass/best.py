@@ -32,9 +32,10 @@ from windlass.run_folder import BASES, CHECKPOINTS, read_manifest
 from windlass.runfile import RunFile
 from windlass.runfile.objectives import ACCURACY, LOSS, explain_other_losses
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batch, Batches, make_kept_batches, make_validation_batches
+from windlass.train.batches import Batches, make_kept_batches, make_validation_batches
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.collate import Batch
 from windlass.train.connect import create_process_group, require_device
 from windlass.train.console import make_console
 from windlass.train.fsdp import get_device

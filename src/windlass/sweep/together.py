@@ -30,7 +30,7 @@ from windlass.sweep import slices
 from windlass.sweep.copies import copy_model
 from windlass.sweep.sliced_experts import SlicedExperts
 from windlass.sweep.slices import Random, SlicedLinear, Slices, TrialSlice, set_state
-from windlass.train.batches import Batch
+from windlass.train.collate import Batch
 from windlass.train.experts.experts import UnmergedExpertLora
 from windlass.train.fsdp import get_device, reshard
 from windlass.train.head import Head
@@ -361,8 +361,7 @@ def sum_losses(request: LossRequest, log_probs: Tensor) -> Tensor:
     """Return the summed loss of one trial's targets, or of their pairs."""
     model = request.model
     if model.preference is not None:
-        assert request.batch.pairs is not None
-        return model.preference.compute(log_probs, request.batch.pairs)
+        return model.preference.compute(log_probs, request.batch)
     if request.batch.sources is not None:
         model.sources.add(request.batch.sources, -log_probs.detach())
     return -log_probs.sum()

@@ -5,7 +5,7 @@ Read run, then loop: they are what a training run does.
 run         what every rank does, in numbered steps; connect: ranks meet, and those that differ are refused
 script      the ranks of a run of kind: script
 loop        the training loop; model, updater, step: what it works with; evaluate and samples: between steps
-batches     which rows come when; micro-batches of this rank
+batches     which rows come when; collate: micro-batches of rows; pairs: of a chosen and a rejected answer each
 forward     hidden states of the positions whose next token counts; noise: NEFTune
 head        losses, log-probabilities and tokens from them, without the logits of a whole batch
 loss        the router's balancing loss; losses per data set

@@ -6,9 +6,9 @@ import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -17,171 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from windlass.data.collate import Array, Collator
 from windlass.data.packing import Order, to_numpy
 from windlass.data.prepare import PreparedData
 from windlass.errors import RunError, UserError
-from windlass.observe.steps import IGNORED
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.runfile import Train
+from windlass.train.collate import FILL, ROW, Batch, Collate
 from windlass.train.fsdp import get_device
 from windlass.train.long_rows import Cut
+from windlass.train.pairs import make_collate
 
-FILL: Final = -1  # row number of the filler that completes the last step; it has no supervised tokens
 SHARED: Final = Path("/dev/shm")  # through which workers pass batches
 PREFETCHED: Final = 2  # batches of a worker: torch's default
 TOKEN_BYTES: Final = 32  # of a batch: numbers and labels of 8 bytes, positions, masks
-ROW: Final = "row"
-SOURCE: Final = "source"  # the number of the data set that a row comes from, in mixes and evaluations
-FILL_ROW: Final[dict[str, Any]] = {"input_ids": [0, 0], "labels": [IGNORED] * 2, "seq_lengths": [2], ROW: FILL}
-FILL_PAIR: Final[dict[str, Any]] = {"input_ids": [0] * 4, "labels": [IGNORED] * 4, "seq_lengths": [2, 2], ROW: FILL}
-
-
-class Pairs(NamedTuple):
-    """The pairs of a micro-batch. Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
-
-    sequences: Tensor  # of each target
-    lengths: Tensor  # targets of each sequence; 0 of pairs that complete the last step
-    reference: Tensor  # log-probability of each sequence under the reference; empty without one
-    sources: Tensor | None  # data set of each pair, in mixes and evaluations
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro-batch."""
-
-    inputs: dict[str, Any]  # arguments of the model's forward
-    targets: Tensor  # the tokens after the supervised positions
-    collated: dict[str, Any]  # with labels and mask, in host memory, to count tokens without a device sync
-    rows: list[int]  # row numbers in the data set
-    tokens: int  # without padding
-    sequences: Tensor  # of each target, in host memory
-    sources: Tensor | None = None  # data set of each target, in mixes and evaluations
-    mask: Tensor | None = None  # 1 for each token that the router's balancing loss counts; None: all
-    pairs: Pairs | None = None  # of a preference objective
-
-    @property
-    def supervised(self) -> int:
-        """What the loss is a mean over: supervised tokens, or pairs."""
-        return len(self.targets) if self.pairs is None else len(self.rows)
-
-    def pin_memory(self) -> Self:
-        return self._each(Tensor.pin_memory)
-
-    def to(self, device: torch.device) -> Self:
-        return self if device.type == "cpu" else self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _each(self, move: Callable[[Tensor], Tensor]) -> Self:
-        def move_any(value: Any) -> Any:
-            return move(value) if isinstance(value, Tensor) else value
-
-        return replace(
-            self,
-            inputs={name: move_any(value) for name, value in self.inputs.items()},
-            targets=move(self.targets),
-            sources=move_any(self.sources),
-            mask=move_any(self.mask),
-            pairs=self.pairs and Pairs._make(map(move_any, self.pairs)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Collate:
-    """Collates rows into a `Batch` with its supervised positions.
-
-    The attention mask of padded rows is dropped: padding follows a row's tokens and causal attention never looks ahead,
-    so attention without a mask gives the same values with faster kernels.
-    """
-
-    collator: Collator
-    mark_tokens: bool = False  # keep the mask, which a router's balancing loss needs
-    pairs: bool = False  # rows are pairs
-    reference: Tensor | None = None  # of the pairs, by row number: log-probabilities of chosen and rejected answer
-    cut: Cut | None = None  # to this rank's tokens of rows that several ranks share
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
-        collated = self.collator(list(rows))
-        inputs = {name: value for name, value in collated.items() if name not in ("labels", "attention_mask")}
-        if self.mark_tokens:
-            inputs["mask"] = mask = collated.get("attention_mask")
-            fills = torch.tensor([row[ROW] == FILL for row in rows])
-            if fills.any() and not fills.all():  # which would be balanced, too
-                if mask is not None:
-                    inputs["mask"] = mask * ~fills.repeat_interleave(len(mask) // len(rows))[:, None]
-                elif not self.pairs:
-                    of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
-                    inputs["mask"] = (~fills).long().repeat_interleave(of_rows)[None]
-        positions = collated.get("position_ids")
-        inputs["several"] = positions is not None and bool((np.diff(positions.numpy()) != 1).any())
-        labels = collated["labels"].numpy()
-        following = np.full_like(labels, IGNORED)
-        following[:, :-1] = labels[:, 1:]  # position i predicts the token at i + 1
-        supervised = np.flatnonzero(following != IGNORED)
-        inputs["supervised"] = torch.from_numpy(supervised)
-        inputs["targets"] = torch.from_numpy(following.ravel()[supervised])
-        lengths = [length for row in rows for length in (row["seq_lengths"] if self.pairs else [len(row["input_ids"])])]
-        if len(labels) == len(lengths):
-            which = supervised // labels.shape[1]
-        else:  # laid end to end
-            which = np.searchsorted(np.cumsum(lengths), supervised, side="right")
-        sources = None
-        if any(SOURCE in row for row in rows):
-            sources = torch.from_numpy(np.array([row.get(SOURCE, [0])[0] for row in rows], np.int64))
-        pairs = None
-        if self.pairs:
-            pairs = self._pair(rows, which, sources)
-        elif sources is not None:
-            inputs["sources"] = sources[which]
-        if self.cut:
-            assert pairs is None, "pairs are not cut"
-            inputs, tokens_of_rows, here = self.cut(inputs, lengths)
-            which = which[here.numpy()]
-            collated["longest"] = labels.shape[1]
-            collated["sequences"] = 0 if self.cut.rank else len(rows)  # counted once for the ranks that share them
-            collated["input_ids"] = inputs["input_ids"]
-        else:
-            tokens_of_rows = torch.tensor([len(row["input_ids"]) for row in rows])
-        tokens = int(tokens_of_rows.sum())
-        targets = inputs.pop("targets")
-        counts = (tokens, inputs["input_ids"].numel() - tokens, len(targets))  # what the recorder would count
-        collated["counts"] = torch.tensor(counts, dtype=torch.float64)
-        is_known = torch.tensor([row[ROW] != FILL for row in rows])
-        known = [row[ROW] for row in rows if row[ROW] != FILL]
-        return Batch(
-            sources=inputs.pop("sources", None),
-            mask=inputs.pop("mask", None),
-            inputs=inputs,
-            targets=targets,
-            collated=collated,
-            rows=known,
-            tokens=int(tokens_of_rows[is_known].sum()),
-            sequences=torch.from_numpy(which),
-            pairs=pairs,
-        )
-
-    def _pair(self, rows: Sequence[dict[str, Any]], which: Array, sources: Tensor | None) -> Pairs:
-        """Describe pairs. `which`: the sequence of each target."""
-        lengths = np.bincount(which, minlength=2 * len(rows))
-        for row, of_pair in zip(rows, lengths.reshape(-1, 2), strict=True):
-            assert len(row["seq_lengths"]) == 2, f"row {row[ROW]} is no pair"
-            assert row[ROW] == FILL or of_pair.all(), f"row {row[ROW]} has an answer without a token"
-            assert row[ROW] == FILL or begins_behind_prompt(row), f"row {row[ROW]} has loss on tokens of its prompt"
-        reference = torch.zeros(0)
-        if self.reference is not None:
-            numbers = torch.tensor([row[ROW] for row in rows])
-            reference = self.reference[numbers].flatten()  # a filler's is the last row's, and counts nowhere
-        return Pairs(torch.from_numpy(which), torch.from_numpy(lengths), reference, sources)
-
-
-def begins_behind_prompt(row: dict[str, Any]) -> bool:
-    """Return whether the loss of both sequences of a pair begins behind the same tokens. The first token, which nothing
-    precedes, may be an answer's."""
-    edges = [int(row["seq_lengths"][0])]
-    labels = np.split(row.get("labels", row["input_ids"]), edges)
-    ids = np.split(row["input_ids"], edges)
-    chosen, rejected = (int((part != IGNORED).argmax()) for part in labels)
-    return chosen == rejected > 0 and bool((ids[0][1:chosen] == ids[1][1:rejected]).all())
 
 
 def require_shared_memory(plan: Plan) -> None:
@@ -257,7 +106,7 @@ class Batches:
         """Yield micro-batches of these rows, after the first `micro_batches`."""
         fill = np.full(-len(order) % self.round_rows, FILL, dtype=order.dtype)
         dealt = np.concatenate([order, fill]).reshape(-1, self.readers, self.micro)[micro_batches:, self.reader]
-        rows = _Rows(self.rows, FILL_PAIR if self.collate.pairs else FILL_ROW)
+        rows = _Rows(self.rows, self.collate.fill)
         if not self.workers and not self.options["pin_memory"]:  # a loader costs more than collating does
             return (self.collate(rows.__getitems__(numbers)) for numbers in dealt.tolist())
         options = {"collate_fn": self.collate, "num_workers": self.workers, **self.options}
@@ -317,12 +166,7 @@ def make_batches(
 
     return Batches(
         data.train,
-        Collate(
-            data.collator(pad_token_id, on_cpu=get_device().type == "cpu"),
-            mark_tokens=mark_tokens,
-            pairs=data.pairs,
-            cut=cut,
-        ),
+        make_collate(data, pad_token_id, mark_tokens=mark_tokens, cut=cut),
         plan.batch.micro,
         order=None if data.lengths is None else order,
         round_rows=sequences,
@@ -335,36 +179,28 @@ def make_batches(
 
 def make_validation_batches(plan: Plan, data: PreparedData, pad_token_id: int, cut: Cut | None = None) -> Batches:
     """Return the batches to evaluate on: every validation row, in its order. cut: of rows that ranks share."""
-    return make_batches_in_order(plan, data, data.validation, data.evaluated, pad_token_id, pairs=data.pairs, cut=cut)
+    collate = make_collate(data, pad_token_id, cut=cut)
+    return make_batches_in_order(plan, data.validation, data.evaluated, collate)
 
 
 def make_kept_batches(plan: Plan, data: PreparedData, pad_token_id: int) -> Batches | None:
     """Return the batches of the kept sets, if there are any."""
     if data.keep is None:
         return None
-    return make_batches_in_order(plan, data, data.keep, data.kept, pad_token_id, pairs=False)
+    return make_batches_in_order(plan, data.keep, data.kept, make_collate(data, pad_token_id, kept=True))
 
 
-def make_batches_in_order(
-    plan: Plan,
-    data: PreparedData,
-    table: Any,
-    names: Sequence[str],
-    pad_token_id: int,
-    *,
-    pairs: bool,
-    cut: Cut | None = None,
-) -> Batches:
+def make_batches_in_order(plan: Plan, table: Any, names: Sequence[str], collate: Collate) -> Batches:
     assert table is not None
     train = plan.run.train
     micro = train.per_device_eval_batch_size
     rows = np.arange(len(table))
     return Batches(
         table,
-        Collate(data.collator(pad_token_id, on_cpu=get_device().type == "cpu", pairs=pairs), pairs=pairs, cut=cut),
+        collate,
         micro,
         order=lambda _: rows,
-        round_rows=micro * collectives.get_world_size() // (cut.ranks if cut else 1),
+        round_rows=micro * collectives.get_world_size() // (collate.cut.ranks if collate.cut else 1),
         workers=train.dataloader_num_workers,
         timeout=train.ddp_timeout,
         pin=train.dataloader_pin_memory,

@@ -14,7 +14,8 @@ from windlass.observe.recorder import Recorder
 from windlass.ranks.rank import StopSignal
 from windlass.runfile import RunFile
 from windlass.train.base_alone import BaseAlone, BaseFigures
-from windlass.train.batches import Batch, Batches, sum_over_batches
+from windlass.train.batches import Batches, sum_over_batches
+from windlass.train.collate import Batch
 from windlass.train.console import Progress
 from windlass.train.kept import measure_kept_sets
 from windlass.train.loss import SourceLosses
@@ -148,7 +149,6 @@ def _sum_tokens(model: TrainedModel, by_source: SourceLosses, batch: Batch) -> T
 
 def _sum_pairs(model: TrainedModel, preference: Preference, batch: Batch) -> Tensor:
     """Return the summed loss of a batch's pairs, PAIR_FIGURES, and the losses per data set."""
-    assert batch.pairs is not None
     log_probs = model.head.log_probs(model.causal_lm(**batch.inputs).last_hidden_state, batch.targets)
-    loss = preference.compute(log_probs, batch.pairs)
+    loss = preference.compute(log_probs, batch)
     return torch.cat([loss.double()[None], preference.take()])

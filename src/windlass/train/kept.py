@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batch, Batches, sum_over_batches
+from windlass.train.batches import Batches, sum_over_batches
+from windlass.train.collate import Batch
 from windlass.train.head import Head
 
 FIGURES: Final = 4  # of a set: tokens, and summed over them its loss, the base's, and the divergence

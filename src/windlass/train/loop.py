@@ -19,9 +19,10 @@ from windlass.observe.watch.run import RunWatch
 from windlass.plan import Plan
 from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
-from windlass.train.batches import Batch, Batches, RowError, RunLength
+from windlass.train.batches import Batches, RowError, RunLength
 from windlass.train.checkpoint.saver import Saver
 from windlass.train.checkpoint.snapshot import TrainerState, restore_checkpoint
+from windlass.train.collate import Batch
 from windlass.train.console import Progress
 from windlass.train.evaluate import Evaluator
 from windlass.train.fsdp import keep_gathered

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from windlass.plan import Plan
-from windlass.train.batches import Batch
+from windlass.train.collate import Batch
 from windlass.train.fsdp import get_device, list_fsdp_modules
 from windlass.train.head import Head
 from windlass.train.kernels.compiled import Compiled
@@ -116,10 +116,9 @@ class TrainedModel:
         return loss + balance_share * balance, balance.detach()
 
     def sum_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Return the summed loss of the targets, or of their pairs, and add up what is recorded of them."""
+        """Return the summed loss of a micro-batch, and add up what is recorded of it."""
         if self.preference is not None:
-            assert batch.pairs is not None
-            return self.preference.compute(self.head.log_probs(hidden, batch.targets), batch.pairs)
+            return self.preference.compute(self.head.log_probs(hidden, batch.targets), batch)
         loss, losses = self.head.loss(hidden, batch.targets)
         if batch.sources is not None:
             self.sources.add(batch.sources, losses)

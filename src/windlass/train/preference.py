@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from windlass.runfile.fields import RunFile
 from windlass.runfile.objectives import PAIR_FIGURES, Dpo, Orpo
-from windlass.train.batches import Pairs
+from windlass.train.collate import Batch, Pairs
 from windlass.train.loss import SourceLosses
 
 
@@ -80,8 +80,10 @@ class Preference:
         self.sources = sources  # losses by data set
         self.figures = torch.zeros(len(PAIR_FIGURES), device=sources.sums.device, dtype=sources.sums.dtype)
 
-    def compute(self, log_probs: Tensor, pairs: Pairs) -> Tensor:
+    def compute(self, log_probs: Tensor, batch: Batch) -> Tensor:
         """Return the summed loss of a micro-batch's pairs, and add up what is recorded of them."""
+        pairs = batch.pairs
+        assert pairs is not None
         outcome = self.compare(measure_answers(log_probs, pairs))
         real = pairs.lengths.view(-1, 2)[:, 0] > 0
         losses = torch.where(real, outcome.losses, 0)

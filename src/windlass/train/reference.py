@@ -32,10 +32,12 @@ from windlass.ranks import collectives
 from windlass.ranks.rank import StopSignal
 from windlass.run_folder import ADAPTER, ADAPTER_CONFIG, REFERENCE, describe_files
 from windlass.train.base_alone import describe_base_forward
-from windlass.train.batches import Batch, Batches
+from windlass.train.batches import Batches
 from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.collate import Batch
 from windlass.train.fsdp import list_fsdp_modules
 from windlass.train.model import TrainedModel
+from windlass.train.pairs import PairCollate
 from windlass.train.precision import in_float32
 from windlass.train.preference import PairAnswers, measure_answers
 
@@ -82,6 +84,7 @@ def attach_reference(
             return False
     for name, each in batches.items():
         require_finite(tables[name], name, path)
+        assert isinstance(each.collate, PairCollate)
         each.collate = replace(each.collate, reference=tables[name])
     if resumed is None:
         require_start(plan, model, batches[TRAIN], path)

@@ -10,7 +10,8 @@ import torch
 from windlass.ranks import collectives
 from windlass.serve.share import fit_slope, subtract
 from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import Batch, Batches
+from windlass.train.batches import Batches
+from windlass.train.collate import Batch
 from windlass.train.fsdp import get_device, list_fsdp_modules
 from windlass.train.head import Head
 from windlass.train.kernels.products import as_served

@@ -155,9 +155,9 @@ class WaitTimer:
 
     def seconds(self) -> float | None:
         """Return the latest measurement; on a GPU call it after a synchronization."""
-        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        waits = zip(self.marks[::2], self.marks[1::2], strict=True)
         self.marks = []
-        took = [end - start if isinstance(end, float) else start.elapsed_time(end) / 1000 for start, end in pairs]
+        took = [end - start if isinstance(end, float) else start.elapsed_time(end) / 1000 for start, end in waits]
         return sum(took) if took else None
 
 

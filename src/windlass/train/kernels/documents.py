@@ -135,8 +135,8 @@ def compare_documents(device: torch.device) -> float:
     with torch.autocast(device.type, enabled=False):
         found = compute_values(ours, inputs)
         expected = compute_values(plain, [tensor.float() for tensor in inputs])
-    pairs = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    both = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in both)
 
 
 AttentionInterface.register(NAME, attend)

@@ -245,8 +245,8 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, step: int) -> tuple[Tensor, Tensor]:
         heads = [q.shape[dim], k.shape[dim]]
         if step == 2:
-            pairs = [tensor.view(*tensor.shape[:-1], -1, 2).transpose(-1, -2) for tensor in (q, k)]
-            joined = torch.cat(pairs, dim).flatten(-2)
+            halves = [tensor.view(*tensor.shape[:-1], -1, 2).transpose(-1, -2) for tensor in (q, k)]
+            joined = torch.cat(halves, dim).flatten(-2)
         else:
             joined = torch.cat((q, k), dim)
         rotated = joined * cos

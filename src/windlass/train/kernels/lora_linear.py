@@ -70,9 +70,9 @@ class FusedAdapters:
                 if all(name in layers for name in names):
                     self.groups.append(LoraGroup([layers.pop(name) for name in names], self, dtype))
             self.groups += [LoraGroup([layer], self, dtype) for layer in layers.values()]
-        pairs = [pair for group in self.groups for pair in group.iter_copies()]
-        self.copies = [copied for copied, _ in pairs]
-        self.originals = [original for _, original in pairs]
+        copies = [each for group in self.groups for each in group.iter_copies()]
+        self.copies = [copied for copied, _ in copies]
+        self.originals = [original for _, original in copies]
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
