@@ -80,7 +80,7 @@ def train(
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
     """Refuse to train where a run or sweep has finished. If it is this one and to be resumed, say so and exit."""
-    require_own_folder(plan.loaded, finished=True)
+    require_own_folder(plan, finished=True)
     if not has_finished(plan):
         return
     if isinstance(plan, ScriptPlan) and os.environ.get("RANK", "0") != "0" and _ended_since_start(plan.folder):
@@ -90,7 +90,7 @@ def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(line, file=sys.stderr, flush=True)
         sys.exit(0)
-    require_own_folder(plan.loaded)
+    require_own_folder(plan)
 
 
 def _ended_since_start(folder: Path) -> bool:

@@ -96,7 +96,7 @@ def submit(
         hint = "give it with --to kubernetes or --to openshift, with --dry-run, and without --out"
         raise UserError("writes a base for kustomize, and starts nothing", "--kustomize", hint, "starts-nothing")
     if not dry_run:
-        require_own_folder(plan.loaded, finished=True)
+        require_own_folder(plan, finished=True)
         if has_finished(plan):
             say(describe_finished(plan))
             return 0

@@ -42,22 +42,24 @@ ASKED: Final = (
 )
 
 
-def require_own_folder(loaded: Loaded | LoadedScript, *, finished: bool = False, unfinished: bool = True) -> None:
+def require_own_folder(
+    asked: AnyPlan | Loaded | LoadedScript, *, finished: bool = False, unfinished: bool = True
+) -> None:
     """Refuse a run folder with another kind of run, or with one that has finished or is unfinished, unless allowed."""
-    folder = Path(loaded.run.folder)
-    key = loaded.run.folder_key
+    folder = Path(asked.run.folder)
+    key = asked.run.folder_key
     hint = f"name another {key}, or remove the folder to start over"
-    kind = "script's run" if isinstance(loaded, LoadedScript) else "sweep" if loaded.trials else "run"
+    kind = "script's run" if isinstance(asked, ScriptPlan | LoadedScript) else "sweep" if asked.trials else "run"
     manifest = read_manifest(folder)
     there = "sweep" if TRIALS in manifest else "script's run" if manifest.get("kind") == "script" else "run"
     if manifest and there != kind:
-        raise UserError(f"{folder} contains a {there}, and no {kind}", loaded.where(key), hint, "unlike-folder")
+        raise UserError(f"{folder} contains a {there}, and no {kind}", asked.where(key), hint, "unlike-folder")
     if is_finished(folder) and not finished:
-        raise UserError(f"{folder} contains a finished {kind}", loaded.where(key), hint, "finished-run")
+        raise UserError(f"{folder} contains a finished {kind}", asked.where(key), hint, "finished-run")
     if not unfinished:
         begun = f"{manifest.get('state', 'begun')} {manifest.get('began', '')}"
         problem, hint = f"{folder} contains an unfinished {kind} ({begun})", f"add --resume to continue it, {hint}"
-        raise UserError(problem, loaded.where(key), hint, "unfinished-run")
+        raise UserError(problem, asked.where(key), hint, "unfinished-run")
 
 
 def has_finished(plan: AnyPlan) -> bool:

@@ -24,6 +24,7 @@ from windlass.plan.split_rows import needs_mask
 from windlass.plan.together import Group
 from windlass.runfile import Loaded, RunFile
 from windlass.runfile.halving import Halving, list_halvings, share_of_steps
+from windlass.runfile.sweep import Trial
 
 BY_STEP = ("steps", "evaluations", "checkpoints")  # of a run's seconds
 CANDIDATE_FIGURES = (
@@ -85,6 +86,11 @@ class Plan:
         return self.run.masked and not needs_mask(self.run, self.base, self.machine.gpu)
 
     @property
+    def trial(self) -> Trial | None:
+        """What makes this run a trial of a sweep."""
+        return self.loaded.trial
+
+    @property
     def where(self) -> Where:
         """Return the function that names the place of a run file's key."""
         return self.loaded.where
@@ -144,9 +150,7 @@ class Plan:
             totals = dict.fromkeys(known[0], 0.0)
             for trial, seconds in zip(self.trials, known, strict=True):
                 share = share_of_steps(self.halvings, len(known), trial.schedule.steps or 1)
-                group = next(
-                    group for group in self.groups if trial.loaded.trial and trial.loaded.trial.name in group.names
-                )
+                group = next(group for group in self.groups if trial.trial and trial.trial.name in group.names)
                 together = {"steps": group.share}
                 for part, value in seconds.items():
                     totals[part] += value * (share if part in BY_STEP else 1) * together.get(part, 1.0)
@@ -264,8 +268,8 @@ def describe_trials(trials: tuple[Plan, ...]) -> list[dict[str, Any]]:
     """Return the trials of a sweep with their figures."""
     return [
         {
-            "name": trial.loaded.trial.name if trial.loaded.trial else "",
-            "settings": dict(trial.loaded.trial.settings) if trial.loaded.trial else {},
+            "name": trial.trial.name if trial.trial else "",
+            "settings": dict(trial.trial.settings) if trial.trial else {},
             "folder": str(trial.folder),
             "trainable": trial.adapter.trainable,
             "steps": trial.schedule.steps,

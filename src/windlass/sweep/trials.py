@@ -232,13 +232,13 @@ def require_base_of_trials(plan: Plan, session: Session, digest: str) -> None:
 
 
 def get_settings(trial: Plan) -> dict[str, Any]:
-    assert trial.loaded.trial is not None
-    return dict(trial.loaded.trial.settings)
+    assert trial.trial is not None
+    return dict(trial.trial.settings)
 
 
 def name_trial(trial: Plan) -> str:
-    assert trial.loaded.trial is not None
-    return trial.loaded.trial.name
+    assert trial.trial is not None
+    return trial.trial.name
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def claim_sweep(plan: Plan, session: Session, held: contextlib.ExitStack) -> dic
                 require_same_run(manifest, now, trial, allow_other_base=session.options.allow_other_base, also=also)
         except UserError as error:
             problems += error.problems
-    require_own_folder(plan.loaded, finished=True, unfinished=session.options.resume or not before)
+    require_own_folder(plan, finished=True, unfinished=session.options.resume or not before)
     raise_all(problems)
     require_same_halving(plan, before)
     removed = [name for name in before.get(TRIALS, {}) if name not in states]
@@ -298,6 +298,6 @@ def begin_sweep(plan: Plan, session: Session, states: Mapping[str, str]) -> list
         write_json(folder / run_folder.PLAN, plan.as_dict())
     for trial in plan.trials:
         run_folder.ensure_dir(trial.folder, plan.where("train.output_dir"))
-        if states[name_trial(trial)] == WAITING and trial.loaded.trial is not None:
-            write_atomic(trial.folder / TRIAL_FILE, trial.loaded.trial.file)
+        if states[name_trial(trial)] == WAITING and trial.trial is not None:
+            write_atomic(trial.folder / TRIAL_FILE, trial.trial.file)
     return require_same_halving(plan, before)

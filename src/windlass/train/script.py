@@ -119,7 +119,7 @@ def _claim_run_folder(plan: ScriptPlan, *, resume: bool) -> Iterator[None]:
     folder = plan.folder
     where = plan.where("script.output_dir")
     with run_folder.lock_run(folder, where) or contextlib.nullcontext():
-        require_own_folder(plan.loaded, unfinished=resume or not run_folder.read_manifest(folder))
+        require_own_folder(plan, unfinished=resume or not run_folder.read_manifest(folder))
         described = plan.as_dict()
         write_json(folder / run_folder.PLAN, described)
         facts = {

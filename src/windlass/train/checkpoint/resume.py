@@ -64,7 +64,7 @@ def claim_run_folder(
     has_steps = any(path.stat().st_size for path in run_folder.find_step_files(folder).values())
     has_reference = (folder / REFERENCE).is_file() and state != run_folder.FAILED
     begun = bool(list_checkpoints(checkpoints)) or (bool(state) and (has_steps or has_reference))
-    require_own_folder(plan.loaded, unfinished=resume or not begun)
+    require_own_folder(plan, unfinished=resume or not begun)
     usable = find_newest_intact(checkpoints, where) if begun else None
     now = describe_run(plan, identity)
     if begun:  # a run that failed before its first step has nothing to compare with
