@@ -177,13 +177,15 @@ def import_libraries() -> None:
     from trl import SFTTrainer  # noqa: F401
 
     import windlass.cli
-    import windlass.observe.report
     import windlass.train.run  # noqa: F401
+    from windlass.observe.report import page
     from windlass.runfile.values import Section
 
-    conversion_mapping.get_checkpoint_conversion_mapping("mistral4")  # compiles a thousand patterns, once a process
+    # Otherwise each process that reports or plans compiles these: most of what it takes.
+    page._environment().get_template("page.html.j2")
+    conversion_mapping.get_checkpoint_conversion_mapping("mistral4")
     sections = [Section]
-    for section in sections:  # otherwise each process builds its validators: most of what `report` and `plan` take
+    for section in sections:
         section.model_rebuild()
         sections += section.__subclasses__()
     gc.freeze()  # forks don't look through all of this for garbage
@@ -219,6 +221,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
             disable_progress_bars()
         folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path += [folder for folder in folders if folder and folder not in sys.path]
+        time.tzset()
         os.chdir(asked["cwd"])
         os.umask(asked["umask"])
         np.random.seed()
