@@ -58,7 +58,7 @@ def render(folder: Path) -> str:
     return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False))
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.prove)])
 @pytest.mark.long
 def test_the_adapter_asks_as_it_was_trained(chats: Path, own: bool) -> None:
     if not own:
