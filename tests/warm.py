@@ -34,7 +34,7 @@ arguments = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]  # torchru
 option = not arguments or arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
 if option or imported != {environ} or not folders <= {folders}:
     os.execv({python!r}, [{python!r}, *arguments])
-import ctypes, json
+import json
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
 blocked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
