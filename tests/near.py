@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 # Test files that take longest.
 LONGEST = (
-    *("test_sweep", "test_together", "test_preference_ranks", "test_train", "test_checkpoint_kills", "test_load"),
-    *("test_checkpoint_resume", "test_script_run", "test_verify", "test_long_rows", "test_pairs", "test_halving"),
-    *("test_launch_node", "test_train_ranks", "test_rehearse"),
+    *("test_preference_ranks", "test_sweep", "test_together", "test_export", "test_train", "test_load"),
+    *("test_families", "test_watch_run", "test_checkpoint_resume", "test_long_rows", "test_verify", "test_pairs"),
+    *("test_halving", "test_one_gpu", "test_launch_node", "test_train_ranks", "test_rehearse"),
 )
 STEPS = 2  # from module to test: more, and most tests are near most modules
 

@@ -13,10 +13,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from test_checkpoint_resume import material  # noqa: F401
 
 from windlass.errors import SAVED
+from windlass.files import read_json
+from windlass.observe.watch.heartbeat import BEAT
 from windlass.observe.watch.live import View
 from windlass.ranks import supervisor
 from windlass.run_folder import ADAPTER, is_finished
@@ -28,22 +31,21 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 WAIT_SECONDS = 280  # for a run of 12 steps; the machine may be crowded
 
 
-def started(run: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "windlass", "train", str(run), *words]  # a warm one hides its ranks from psutil
+def started(python: str, run: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [python, "-m", "windlass", "train", str(run), "--override", f"train.output_dir={folder}", *words]
     return subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def crew(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the rank processes, by rank."""
-    found = [p for p in psutil.Process(launcher.pid).children(recursive=True) if "RANK" in environment(p)]
-    return sorted(found, key=lambda process: int(environment(process)["RANK"]))
+def crew(folder: Path) -> list[psutil.Process]:
+    """Return the rank processes of a run, or their warm interpreter's clients, which pass signals on."""
+    return [process for process in psutil.process_iter() if is_rank(process, f"train.output_dir={folder}")]
 
 
-def environment(process: psutil.Process) -> dict[str, str]:
+def is_rank(process: psutil.Process, word: str) -> bool:
     try:
-        return dict(process.environ())
+        return word in process.cmdline() and "RANK" in process.environ()
     except psutil.Error:
-        return {}
+        return False
 
 
 def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -53,11 +55,17 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen[str]) -> None
 
 
 @pytest.fixture(scope="module")
-def whole(material: Path) -> Path:  # noqa: F811
+def python(request: pytest.FixtureRequest) -> str:
+    """Python's own in the long proof, where it is killed while it imports too."""
+    return sys.executable if request.config.option.markexpr == "prove" else warm.python()
+
+
+@pytest.fixture(scope="module")
+def whole(python: str, material: Path) -> Path:  # noqa: F811
     """The uninterrupted run, which also shows how long each phase takes."""
     folder = material / "whole"
     began = time.monotonic()
-    process = started(material / "run.yaml", "--override", f"train.output_dir={folder}")
+    process = started(python, material / "run.yaml", folder)
     wait_for(lambda: (folder / "load.json").exists(), process)
     loaded = time.monotonic()
     _, printed = process.communicate(timeout=WAIT_SECONDS)
@@ -67,9 +75,9 @@ def whole(material: Path) -> Path:  # noqa: F811
     return folder
 
 
-def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> str:
+def shoot(process: subprocess.Popen[str], folder: Path, how: str, chance: random.Random) -> str:
     """Kill a rank, or the launcher if there is none, wherever it is. Returns what was done."""
-    targets = crew(process)
+    targets = crew(folder)
     if how == "launcher" or not targets:
         process.send_signal(chance.choice([signal.SIGTERM, signal.SIGUSR1]))
         return "launcher"
@@ -77,18 +85,23 @@ def shoot(process: subprocess.Popen[str], how: str, chance: random.Random) -> st
     return how
 
 
-def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  # noqa: F811
+def survive(
+    python: str,
+    material: Path,  # noqa: F811
+    whole: Path,
+    seed: int,
+    shots: list[str],
+) -> None:
     chance = random.Random(seed)
     folder = material / f"shot {seed}"
     load, train = (float((material / f"{name} seconds").read_text()) for name in ("load", "train"))
-    words = ("--resume", "--override", f"train.output_dir={folder}")
     for how in shots:
-        process = started(material / "run.yaml", *words)
+        process = started(python, material / "run.yaml", folder, "--resume")
         moment = chance.choice([0.6, 1, 1, 1]) * load + chance.random() * train  # now and then while it loads
         time.sleep(moment)
         running = process.poll() is None
         if running:
-            how = shoot(process, how, chance)
+            how = shoot(process, folder, how, chance)
         _, printed = process.communicate(timeout=WAIT_SECONDS)
         whatever = f"{how} after {moment:.1f} s: {process.returncode}\n{printed}"
         expected = {0, 1} if how == "kill" else {0, SAVED}
@@ -101,7 +114,7 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
         if process.returncode == 0 or is_finished(folder):
             break  # also where the shot came after the last word
     else:
-        process = started(material / "run.yaml", *words)
+        process = started(python, material / "run.yaml", folder, "--resume")
         _, printed = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 0, printed
     ours, theirs = (load_file(each / "final" / ADAPTER) for each in (whole, folder))
@@ -110,16 +123,16 @@ def survive(material: Path, whole: Path, seed: int, shots: list[str]) -> None:  
     shutil.rmtree(folder)
 
 
-def test_three_kills_of_one_run(material: Path, whole: Path) -> None:  # noqa: F811
-    survive(material, whole, 1, ["kill", "term", "launcher"])
+def test_three_kills_of_one_run(python: str, material: Path, whole: Path) -> None:  # noqa: F811
+    survive(python, material, whole, 1, ["kill", "term", "launcher"])
 
 
 def test_a_stopped_rank_ends_the_run_with_words(material: Path) -> None:  # noqa: F811
     folder = material / "frozen"
-    settings = (f"train.output_dir={folder}", "train.ddp_timeout=10", "train.max_steps=100000")
-    process = started(material / "run.yaml", *(word for value in settings for word in ("--override", value)))
+    words = ("--override", "train.ddp_timeout=10", "--override", "train.max_steps=100000")
+    process = started(warm.python(), material / "run.yaml", folder, *words)
     wait_for(lambda: (folder / "steps-rank1.jsonl").exists(), process)
-    crew(process)[1].send_signal(signal.SIGSTOP)
+    os.kill(read_json(folder / BEAT.format(rank=1))["pid"], signal.SIGSTOP)
     _, printed = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1, printed
     assert "rank 0 lost another rank: Timed out" in printed
@@ -133,9 +146,9 @@ def test_a_stopped_rank_ends_the_run_with_words(material: Path) -> None:  # noqa
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_thirty_kills(material: Path, whole: Path, seed: int) -> None:  # noqa: F811
+def test_thirty_kills(python: str, material: Path, whole: Path, seed: int) -> None:  # noqa: F811
     chance = random.Random(seed)
-    survive(material, whole, seed, chance.choices(["kill", "term", "launcher"], k=3))
+    survive(python, material, whole, seed, chance.choices(["kill", "term", "launcher"], k=3))
 
 
 FSDP = "distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"

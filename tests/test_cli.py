@@ -288,7 +288,7 @@ def test_a_machine_without_torch_gets_the_command_to_install(tmp_path: Path) -> 
 @pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.long)], ids=["run", "sweep"])
 def test_what_only_reads_leaves_a_finished_run_as_it_is(windlass: Windlass, tmp_path: Path, sweep: bool) -> None:
     """Of settings that the run did not have, and of its own: `report` believes what is in the folder."""
-    file, folder = make_text_run(tmp_path / "made"), tmp_path / "made" / "run"
+    file, folder = make_text_run(tmp_path / "made", 200), tmp_path / "made" / "run"
     few = ["cluster.gpus_per_node=1", "layout=resident", "train.max_steps=2", "train.eval_strategy=no"]
     trial = folder
     if sweep:

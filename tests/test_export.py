@@ -215,7 +215,7 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", pytest.param("int4", marks=pytest.mark.long), "uint4"])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", pytest.param("int4", marks=pytest.mark.prove), "uint4"])
 @pytest.mark.takes("exports, merges and opens again")
 def test_4_bit_base_is_merged_into_16_bits_and_into_its_own(kind: str, tmp_path: Path) -> None:
     """Compares with PEFT's merge into their publishers' decoding. In 16 bits unadapted weights are equal bit by bit; in
@@ -387,7 +387,7 @@ def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight
     assert float((change.mean(1) - 1 / 50).abs().max()) < 1 / 50  # evenly over rows too
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.prove)])
 @pytest.mark.takes("exports, merges and opens again")
 def test_a_small_adapter_survives_a_merge_in_16_bits(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -428,7 +428,7 @@ def test_a_small_adapter_survives_a_merge_in_16_bits(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "finer"), [(None, "bf16"), pytest.param("bf16", "float32", marks=pytest.mark.long), ("float32", None)]
+    ("dtype", "finer"), [(None, "bf16"), pytest.param("bf16", "float32", marks=pytest.mark.prove), ("float32", None)]
 )
 def test_a_dtype_that_is_too_coarse_names_a_finer_one(
     dtype: str | None, finer: str | None, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

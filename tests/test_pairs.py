@@ -729,7 +729,7 @@ def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path, capsys: p
     with capsys.disabled():
         print(f"\nWINDLASS_SEED={SEED}")
     cases = {str(number): case for number, case in enumerate([*list_cases()[-len(BIASED) :], *cover()])}
-    names = run_and_compare(cases, material, tmp_path / "out", seconds=25)
+    names = run_and_compare(cases, material, tmp_path / "out", seconds=15)
     usual = [name for name in names[len(BIASED) :] if not matches(cases[name], ROUNDED_AWAY)]
     compared = [name for name in usual if "trl" in parts(cases[name])]
     for name, other in itertools.pairwise(compared):  # they can differ

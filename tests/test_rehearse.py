@@ -68,7 +68,7 @@ def warm_processes() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's run file with everything on this machine: a model in the published layout, data, two ranks."""
-    return make_text_run(tmp_path_factory.mktemp("rehearse") / "demo")
+    return make_text_run(tmp_path_factory.mktemp("rehearse") / "demo", 400)
 
 
 # --- from start to end

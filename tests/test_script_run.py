@@ -67,8 +67,8 @@ def run_file(folder: Path, script: str, args: list[Any] | None = None, **more: A
     return path
 
 
-def windlass(*words: str | Path, python: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [python or warm.python(), "-m", "windlass", *map(str, words)]
+def windlass(*words: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [warm.python(), "-m", "windlass", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **more)
 
 
@@ -95,9 +95,7 @@ def started(path: Path, *ready: str, **more: Any) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    # Cold: a forked interpreter with DDP's threads is no place that people start a script in.
-    file = run_file(folder, LOOP, NASTY, watch={"loss_divergence": "stop"})
-    done = windlass("train", file, python=sys.executable)
+    done = windlass("train", run_file(folder, LOOP, NASTY, watch={"loss_divergence": "stop"}))
     assert done.returncode == 0, done.stderr
     return folder
 

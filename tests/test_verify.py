@@ -761,7 +761,9 @@ def test_a_merged_model_has_the_same_probe(mixture: Exported, tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["full-shard", "expert-parallel, expert_parallel: 2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("full-shard", marks=pytest.mark.prove), "expert-parallel, expert_parallel: 2"]
+)
 def test_two_ranks_write_the_probe_that_one_process_computes(layout: str, mixture: Exported, tmp_path: Path) -> None:
     rows = mixture.folder.parent / "rows.jsonl"
     text = RUN.format(base=mixture.base, rows=rows, folder="run").replace(

@@ -54,7 +54,11 @@ def test_signals_reach_the_program_and_killing_the_client_ends_it() -> None:
                 time.sleep(0.02)
 
 
-def test_torchruns_ranks_are_warm() -> None:
-    """They are started with -u."""
-    done = subprocess.run([warm.python(), "-u", "-c", "import sys; print('torch' in sys.modules)"], capture_output=True)
-    assert done.stdout == b"True\n"
+@pytest.mark.parametrize("folders", ["{libraries}", "/nowhere"])
+def test_ranks_and_what_they_start_are_warm(folders: str) -> None:
+    """torchrun starts ranks with -u, they start reports and data workers. Other folders may hold other libraries."""
+    path = folders.format(libraries=os.pathsep.join(filter(None, sys.path)))
+    environ = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": path}
+    command = [warm.python(), "-u", "-c", "import sys; print('torch' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, env=environ, text=True)
+    assert done.stdout == f"{folders != '/nowhere'}\n"

@@ -44,14 +44,14 @@ cluster:
 """
 
 
-def make_text_run(directory: Path) -> Path:
-    """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file."""
+def make_text_run(directory: Path, most: int | None = None) -> Path:
+    """Write `model/`, `data/` with at most so many rows, and `run.yaml` into `directory`; returns the run file."""
     (directory / "data").mkdir(parents=True)
     # A wider start than usual, so that a random model is wrong enough for its loss to fall visibly.
     tiny.write_model(directory / "model", hidden=128, vocab=1024, config={"initializer_range": 0.2})
     pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
     texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))
-    rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts if len(text) > 80]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts if len(text) > 80][:most]
     for split, lines in (("train", [row for i, row in enumerate(rows) if i % 10]), ("validation", rows[::10])):
         (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     run = directory / "run.yaml"

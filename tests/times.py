@@ -1,6 +1,7 @@
 """`make test-times`: where the seconds of the tests go, by file and by fixture, and the speed of the machine.
 
-"waiting" is for processes that tests start. With several workers the seconds are those of all of them.
+"waiting" is for processes that tests start. With several workers the seconds are those of all of them. CPU seconds
+hardly depend on what else the machine does; without workers they have those of warm processes too.
 """
 
 import functools
@@ -8,9 +9,11 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -45,6 +48,7 @@ class Times:
 
     def __init__(self) -> None:
         self.item: pytest.Item | None = None
+        self.cpu = measure_cpu()
         for name in ("wait", "communicate"):
             setattr(subprocess.Popen, name, Waiting.measure(getattr(subprocess.Popen, name)))
 
@@ -68,11 +72,13 @@ class Times:
         result = yield
         item.user_properties.append(("waited", Waiting.seconds))
         Waiting.seconds = 0.0
+        before, self.cpu = self.cpu, measure_cpu()
+        item.user_properties.append(("cpu", self.cpu - before))
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        # Of a file: seconds, seconds of waiting, and tests. Of a fixture: seconds.
-        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+        # Of a file: seconds, seconds of waiting, of CPU, and tests. Of a fixture: seconds.
+        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0])
         fixtures: dict[str, float] = defaultdict(float)
         groups = ("passed", "failed", "error", "skipped", "")
         every = [report for group in groups for report in terminalreporter.stats.get(group, [])]
@@ -81,22 +87,32 @@ class Times:
             file[0] += report.duration
             if report.when != "teardown":
                 continue
-            file[2] += 1
+            file[3] += 1
             properties: Any = report.user_properties
             for key, value in properties:
                 if key == "waited":
                     file[1] += float(value)
+                elif key == "cpu":
+                    file[2] += float(value)
                 elif key == "fixture":
                     fixtures[value[0]] += value[1]
         show = terminalreporter.write_line
         terminalreporter.section("seconds by file")
         files["all"] = [sum(column) for column in zip(*files.values(), strict=True)]
-        for name, (spent, waited, tests) in sorted(files.items(), key=lambda each: -each[1][0])[:SHOWN]:
-            show(f"{name:32} {tests:5.0f} tests {spent:7.0f} s, {waited:7.0f} waiting")
+        for name, (spent, waited, cpu, tests) in sorted(files.items(), key=lambda each: -each[1][0])[:SHOWN]:
+            show(f"{name:32} {tests:5.0f} tests {spent:7.0f} s, {waited:7.0f} waiting, {cpu:7.1f} of CPU")
         terminalreporter.section("seconds by fixture")
         for name, spent in sorted(fixtures.items(), key=lambda each: -each[1])[:SHOWN]:
             show(f"{name:60} {spent:7.1f} s")
         show(f"\na core multiplies {SIZE} x {SIZE} matrices in float32 at {measure_core():.0f} GFLOP/s")
+
+
+def measure_cpu() -> float:
+    """Return CPU seconds of this process, of those that it has waited for, and of a warm interpreter's."""
+    here = psutil.Process()
+    with suppress(psutil.NoSuchProcess):
+        return sum(sum(each.cpu_times()[:4]) for each in (here, *here.children()))
+    return 0.0
 
 
 def measure_slowness() -> float:

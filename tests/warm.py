@@ -8,7 +8,8 @@ ends; if it is killed, so is the fork.
 
 Two things differ from an ordinary process, so tests of them use `sys.executable`: the fork's parent is the server
 (PR_SET_PDEATHSIG, getppid), and variables that libraries read at import were read before. If HF_*, TRANSFORMERS_* or
-PYTHON* variables differ from pytest's, or with interpreter options, a cold interpreter is started.
+PYTHON* variables differ from pytest's (other than those that windlass sets for its own processes), or with interpreter
+options, a cold interpreter is started.
 """
 
 import atexit
@@ -23,15 +24,17 @@ import time
 from pathlib import Path
 
 SHARED = "WARM_PYTHON"
+SET_LATER = ("HF_HUB_OFFLINE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "PYTHONPATH")  # by `run`
 CLIENT = r"""#!{python} -IS
 import os, signal, socket, sys
-PREFIXES, SET_LATER = ("HF_", "TRANSFORMERS_", "PYTHON"), "HF_HUB_OFFLINE"
-imported = {{name: os.environ[name] for name in os.environ if name.startswith(PREFIXES) and name != SET_LATER}}
+PREFIXES = ("HF_", "TRANSFORMERS_", "PYTHON")
+imported = {{name: os.environ[name] for name in os.environ if name.startswith(PREFIXES) and name not in {set_later}}}
+folders = {{*os.environ.get("PYTHONPATH", "").split(os.pathsep)}} - {{"", os.getcwd()}}
 arguments = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]  # torchrun asks for unbuffered output
 option = not arguments or arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
-if option or imported != {environ}:
+if option or imported != {environ} or not folders <= {folders}:
     os.execv({python!r}, [{python!r}, *arguments])
-import ctypes, json
+import json
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({socket!r})
 blocked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
@@ -79,8 +82,10 @@ def start() -> str:
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     client, address = folder / "python", folder / "socket"
     environ = {name: value for name, value in os.environ.items() if name.startswith(("HF_", "TRANSFORMERS_", "PYTHON"))}
-    environ.pop("HF_HUB_OFFLINE", None)
-    client.write_text(CLIENT.format(python=sys.executable, environ=environ, socket=str(address)))
+    environ = {name: value for name, value in environ.items() if name not in SET_LATER}
+    folders = {*sys.path, str(Path(__file__).parent)}
+    fields = {"environ": environ, "socket": str(address), "set_later": SET_LATER, "folders": folders}
+    client.write_text(CLIENT.format(python=sys.executable, **fields))
     client.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, str(client), str(address)],
@@ -172,10 +177,17 @@ def import_libraries() -> None:
     from trl import SFTTrainer  # noqa: F401
 
     import windlass.cli
-    import windlass.observe.report
     import windlass.train.run  # noqa: F401
+    from windlass.observe.report import page
+    from windlass.runfile.values import Section
 
-    conversion_mapping.get_checkpoint_conversion_mapping("mistral4")  # compiles a thousand patterns, once a process
+    # Otherwise each process that reports or plans compiles these: most of what it takes.
+    page._environment().get_template("page.html.j2")
+    conversion_mapping.get_checkpoint_conversion_mapping("mistral4")
+    sections = [Section]
+    for section in sections:
+        section.model_rebuild()
+        sections += section.__subclasses__()
     gc.freeze()  # forks don't look through all of this for garbage
 
 
@@ -189,7 +201,7 @@ def run(client: str, request: bytes, files: list[int]) -> None:
     import types
 
     import numpy as np
-    from datasets import config
+    from datasets import config, disable_progress_bars
     from huggingface_hub import constants
 
     code: int | str | None = 1
@@ -205,6 +217,11 @@ def run(client: str, request: bytes, files: list[int]) -> None:
         os.environ.clear()
         os.environ.update(asked["environ"])
         constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+        if "HF_DATASETS_DISABLE_PROGRESS_BARS" in os.environ:
+            disable_progress_bars()
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path += [folder for folder in folders if folder and folder not in sys.path]
+        time.tzset()
         os.chdir(asked["cwd"])
         os.umask(asked["umask"])
         np.random.seed()
