@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.data.cache import hold_lock
-from windlass.data.reading import SUFFIXES
-from windlass.data.sources import Source, get_config_name, list_card_files, read_card, resolve_source
+from windlass.data.reading import SUFFIXES, Source
+from windlass.data.sources import get_config_name, list_card_files, read_card, resolve_source
 from windlass.errors import UserError, Where
 from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED

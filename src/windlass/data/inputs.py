@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from windlass.data import mix
+from windlass.data.select import list_all_sets
 from windlass.data.sources import resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.model.saved_adapter import find_adapter
@@ -16,7 +16,7 @@ TEMPLATES = (".jinja", ".jinja2", ".json")
 
 def find_absent_data(data: Data, where: Where) -> Iterator[tuple[str, Problem]]:
     """Yield each data set whose files can't be found, and why."""
-    for row_set in mix.list_all_sets(data, where):
+    for row_set in list_all_sets(data, where):
         try:
             resolve_source(row_set.data, row_set.where)
         except UserError as error:
@@ -25,7 +25,7 @@ def find_absent_data(data: Data, where: Where) -> Iterator[tuple[str, Problem]]:
 
 def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem]]:
     """Yield other absent inputs of the first step: chat templates, an adapter to continue from, prompts."""
-    for row_set in mix.list_all_sets(run.data, where):
+    for row_set in list_all_sets(run.data, where):
         template = row_set.data.chat_template or ""
         if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
             hint = "name a file that exists, a template such as chatml, or write the template itself"
@@ -63,7 +63,7 @@ def fingerprint_rows(data: Data, where: Where) -> str:
 
 
 def _list_row_files(data: Data, where: Where) -> list[Path]:
-    sources = [resolve_source(row_set.data, row_set.where) for row_set in mix.list_all_sets(data, where)]
+    sources = [resolve_source(row_set.data, row_set.where) for row_set in list_all_sets(data, where)]
     return [path for source in sources for paths in source.splits.values() for path in paths]
 
 

@@ -40,12 +40,11 @@ from windlass.data.choose import choose_format
 from windlass.data.formats import Format
 from windlass.data.inputs import fingerprint_inputs, fingerprint_rows
 from windlass.data.mistral_ids import compare_with_mistral, find_mistral_file
-from windlass.data.mix import count_per_epoch
 from windlass.data.packing import Order, choose_epoch_rows, group_by_length, hash_rows, open_rows, shuffle, write_rows
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
-from windlass.data.select import Selection, check_selection, select_all
-from windlass.data.sources import SplitPart, count_parts, locate_row, read_chunks, read_rows
+from windlass.data.reading import SplitPart, count_parts, locate_row, read_chunks, read_rows
+from windlass.data.select import RowSet, count_per_epoch, list_all_sets, require_validation, select_rows
 from windlass.data.stream import stream_rows
 from windlass.data.tokenize import (
     PART_BITS,
@@ -159,9 +158,9 @@ def prepare_data(
     seed = run.train.order_seed
 
     # 1. Which rows there are and how they become text.
-    selections = select_all(data, where, say)
-    formats = [choose_format(rows.of.data, rows.columns, tokenizer, rows.of.where) for rows in selections]
-    raise_all(check_selection(run, selections, where))
+    selections = [select_rows(rows, say) for rows in list_all_sets(data, where)]
+    formats = [choose_format(rows.data, rows.columns, tokenizer, rows.where) for rows in selections]
+    require_validation(run, selections, where)
 
     # 2. Tokens: from the cache, or made now.
     chosen = list(zip(selections, formats, strict=True))
@@ -193,7 +192,7 @@ def prepare_data(
     notes = dict.fromkeys(note for format_ in formats for note in format_.notes)
     compared = audit.pop("mistral")
     audit["facts"] = [*list_facts(audit), *(fact for fact, _ in compared if fact)]
-    wrote = [(rows.of.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
+    wrote = [(rows.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
     template, template_notes = find_trained_template(wrote)
     differing = [warning for _, warning in compared if warning]
     audit["notes"] = [*notes, *template_notes, *find_warnings(audit), *differing, *note_held_out(audit)]
@@ -222,7 +221,7 @@ def prepare_data(
         row_lengths,
         batching,
         run.masked,
-        sources=tuple(rows.of.name for rows in trained) if data.mix else (),
+        sources=tuple(rows.name for rows in trained) if data.mix else (),
         evaluated=tuple(audit["evaluated"]),
         keep=open_rows(folder / "keep.arrow") if "keep" in audit["splits"] else None,
         kept=tuple(audit["kept"]),
@@ -246,7 +245,7 @@ def choose_batching(run: RunFile) -> str:
 
 
 def complete_audit(
-    folder: Path, run: RunFile, chosen: Sequence[tuple[Selection, Format]], batching: str, batch: int
+    folder: Path, run: RunFile, chosen: Sequence[tuple[RowSet, Format]], batching: str, batch: int
 ) -> dict[str, Any]:
     """Return the audit of the cached folder with what this run does with its rows."""
     data = run.data
@@ -271,12 +270,12 @@ def complete_audit(
         "held_out": selection.fraction,
     }
     if data.mix:
-        names = [rows.of.name for rows, _ in chosen if not rows.evaluated]
+        names = [rows.name for rows, _ in chosen if not rows.evaluated]
         how = format_plural(len(names), "set")
         audit["source"] = {"name": f"a mix of {', '.join(names)}", "config": None, "how": how}
     for (rows, format_), source in zip(chosen, sources, strict=True):
         for key in ("kept",) if rows.kept else ("evaluated",) if rows.evaluated else ("sources", "evaluated"):
-            name = rows.of.held_out_name if key == "evaluated" and not rows.evaluated else rows.of.name
+            name = rows.held_out_name if key == "evaluated" and not rows.evaluated else rows.name
             if name in audit[key]:  # there are several sets
                 audit[key][name] |= {"source": source, "description": format_.description}
     return audit
@@ -299,11 +298,11 @@ def note_held_out(audit: Mapping[str, Any]) -> Iterator[str]:
         yield f"{share}: equal rows stay together, and nearly all rows occur several times"
 
 
-def count_shares(trained: Sequence[Selection], audit: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+def count_shares(trained: Sequence[RowSet], audit: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     """Return of every set of a mix its rows, and how many of them are in an epoch; note them in the audit."""
-    figures = [audit["sources"][rows.of.name] for rows in trained]
+    figures = [audit["sources"][rows.name] for rows in trained]
     counts = [figure["sequences"] for figure in figures]
-    used = count_per_epoch([rows.of for rows in trained], [figure["rows"] for figure in figures], counts)
+    used = count_per_epoch(trained, [figure["rows"] for figure in figures], counts)
     for figure, count, in_epoch in zip(figures, counts, used, strict=True):
         figure |= {"in_epoch": in_epoch, "epochs": in_epoch / max(1, count)}
     return tuple(zip(counts, used, strict=True))
@@ -312,7 +311,7 @@ def count_shares(trained: Sequence[Selection], audit: dict[str, Any]) -> tuple[t
 def write_tokens(
     into: Path,
     data: Data,
-    chosen: Sequence[tuple[Selection, Format]],
+    chosen: Sequence[tuple[RowSet, Format]],
     tokenizer: PreTrainedTokenizerBase,
     file: TokenFile,
 ) -> None:
@@ -323,30 +322,31 @@ def write_tokens(
     keep: dict[str, TokenizedRows] = {}
 
     def read(
-        selection: Selection, kind: Format, parts: tuple[SplitPart, ...], name: str, most: int | None
+        selection: RowSet, kind: Format, parts: tuple[SplitPart, ...], name: str, most: int | None
     ) -> TokenizedRows:
-        of = selection.of
         chunks = read_chunks(parts, most)
         count = 1 if most else count_workers(parts, tokenizer)
         results = (tokenize_rows(chunk.rows(), kind, tokenizer, data.length) for chunk in chunks)
         if count > 1:
-            results = tokenize_chunks(chunks, Setup(of.data, selection.columns, tokenizer, data.length), count)
+            results = tokenize_chunks(chunks, Setup(selection.data, selection.columns, tokenizer, data.length), count)
         report = show_progress(f"tokenizing {name}", lambda: most or count_parts(parts))
         with report as progress, allow_rust_threads(), closing(results):
             place = partial(locate_row, parts)
-            return assemble(results, kind, data.length, place=place, where=of.where, progress=progress, file=file)
+            return assemble(
+                results, kind, data.length, place=place, where=selection.where, progress=progress, file=file
+            )
 
     for selection, kind in chosen:
-        name = selection.of.held_out_name
+        name = selection.held_out_name
         most = STREAM_AUDIT_ROWS if data.streaming and not selection.evaluated else None
-        documents = read(selection, kind, selection.train, selection.of.name, most)
+        documents = read(selection, kind, selection.train, selection.name, most)
         if selection.validation:
             validation[name] = read(selection, kind, selection.validation, name, None)
         elif selection.fraction:
-            place = selection.of.where("data.val_fraction")
+            place = selection.where("data.val_fraction")
             documents, validation[name] = hold_out(documents, selection.fraction, place)
         into_sets = keep if selection.kept else validation if selection.evaluated else train
-        into_sets[selection.of.name] = documents
+        into_sets[selection.name] = documents
     audit: dict[str, Any] = {"splits": {}, "sources": {}, "evaluated": {}, "kept": {}}
     together = {"train": TokenizedRows.concatenate([*train.values()])}
     audit["samples"] = sample_documents(together["train"], tokenizer, "train")
@@ -413,7 +413,7 @@ def hold_out(documents: TokenizedRows, fraction: float, place: str) -> tuple[Tok
     return train, validation
 
 
-def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], tokenizer: Any) -> dict[str, Any]:
+def describe_inputs(data: Data, chosen: Sequence[tuple[RowSet, Format]], tokenizer: Any) -> dict[str, Any]:
     """Return everything that the tokens depend on: files, tokenizer, rendering, lengths."""
     if tokenizer.is_fast:
         encoder = tokenizer.backend_tokenizer.to_str()
@@ -432,7 +432,7 @@ def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], toke
     return {
         "sets": [
             {
-                "name": rows.of.name,
+                "name": rows.name,
                 "train": describe(rows.train),
                 "validation": describe(rows.validation),
                 "held_out": rows.fraction,
@@ -448,7 +448,7 @@ def describe_inputs(data: Data, chosen: Sequence[tuple[Selection, Format]], toke
 
 
 def compute_cache_key(
-    inputs: dict[str, Any], chosen: Sequence[tuple[Selection, Format]], mistral_file: Path | None
+    inputs: dict[str, Any], chosen: Sequence[tuple[RowSet, Format]], mistral_file: Path | None
 ) -> str:
     """Return a hash of the inputs, of the code that makes tokens from them and what they are compared with, and of when
     files changed that were hashed in part."""
@@ -461,7 +461,7 @@ def compute_cache_key(
     return hash_text([inputs, versions, [stat.st_mtime_ns for stat in stats if stat.st_size > HASHED_BYTES]])
 
 
-def _files(chosen: Sequence[tuple[Selection, Format]]) -> list[Path]:
+def _files(chosen: Sequence[tuple[RowSet, Format]]) -> list[Path]:
     parts = [part for rows, _ in chosen for part in (*rows.train, *rows.validation)]
     return [path for part in parts for path in part.files]
 
@@ -486,18 +486,17 @@ def sample_token_rows(
     tokenizer, _ = open_model_tokenizer(loaded)
     if prepared is not None:
         return _show_prepared_row(loaded, prepared, tokenizer, say)
-    selections = select_all(run.data, loaded.where, say)
-    names = [selection.of.name for selection in selections]
+    selections = [select_rows(rows, say) for rows in list_all_sets(run.data, loaded.where)]
+    names = [selection.name for selection in selections]
     if source is not None and source not in names:
         raise UserError(f"there is no set {source!r}", "--source", f"it is one of {', '.join(names)}", "no-such-set")
     if source is not None:
-        selections = [selection for selection in selections if selection.of.name == source]
+        selections = [selection for selection in selections if selection.name == source]
     elif row is not None:
         selections = selections[:1]
     shown = []
     for selection in selections:
-        of = selection.of
-        format_ = choose_format(of.data, selection.columns, tokenizer, of.where)
+        format_ = choose_format(selection.data, selection.columns, tokenizer, selection.where)
         for number, columns in _pick_rows(selection, sample or 1, row, run.train.order_seed):
             place = partial(lambda parts, number, _: locate_row(parts, number), selection.train, number)
             documents = tokenize([columns], format_, tokenizer, run.data.length, place=place)
@@ -509,7 +508,7 @@ def sample_token_rows(
                     summary = f"{SIDES[part - 1]}, {summary}"
                 elif len(spans) > 1:
                     summary += f" (row {part} of the {len(spans)} that this chat became)"
-                facts = {"source": of.name, "row": number + 1, "format": format_.name, "description": summary}
+                facts = {"source": selection.name, "row": number + 1, "format": format_.name, "description": summary}
                 shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
     return shown
 
@@ -551,7 +550,7 @@ def _split_into_parts(tokens: Sequence[dict[str, Any]], tokenizer: Any) -> list[
     return parts
 
 
-def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) -> list[tuple[int, dict[str, Any]]]:
+def _pick_rows(selection: RowSet, sample: int, row: int | None, seed: int) -> list[tuple[int, dict[str, Any]]]:
     """Return rows of a set with their numbers: this one, or a seeded sample."""
     rows = enumerate(read_rows(selection.train))
     if row is None:
@@ -561,7 +560,7 @@ def _pick_rows(selection: Selection, sample: int, row: int | None, seed: int) ->
     picked = list(itertools.islice(rows, row - 1, row))
     if not picked:
         count = sum(1 for _ in read_rows(selection.train))
-        problem = f"{selection.of.name} has {format_plural(count, 'row')}"
+        problem = f"{selection.name} has {format_plural(count, 'row')}"
         raise UserError(problem, "--row", f"the last one is --row {count}", "no-such-row")
     return picked
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.choose import choose_format
-from windlass.data.reading import Chunk
-from windlass.data.sources import SplitPart
+from windlass.data.reading import Chunk, SplitPart
 from windlass.data.tokenize import Tokenized, tokenize_rows
 from windlass.errors import RunError, UserError
 from windlass.hardware import count_usable_cpus

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.choose import choose_format
 from windlass.data.formats import parse_template
-from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
-from windlass.data.reading import Row
-from windlass.data.select import check_selection, select_rows
-from windlass.data.sources import locate_row, read_rows, resolve_source
+from windlass.data.reading import Row, locate_row, read_rows
+from windlass.data.select import list_all_sets, list_training_sets, require_validation, select_rows
+from windlass.data.sources import resolve_source
 from windlass.data.tokenize import TokenizedRows, tokenize
 from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json
@@ -99,14 +98,12 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     stand_ins = list[str]()
     vocab = base.dims["vocab"] if base.path else None
     trained = list_training_sets(data, where)
-    sets = list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # per set, by split
     places: list[dict[str, Any]] = []  # places of the rows, likewise
     columns = list[tuple[str, ...]]()
-    selections = []
-    kept = list_kept_sets(data, where)
-    for of in (*trained, *list_evaluation_sets(data, where), *kept):
-        sets.append(of)
+    sets = list_all_sets(data, where)
+    selected = []
+    for of in sets:
         places.append({})
         if reason := find_unreachable_reason(of.data, of.where):
             forms = list_requested_columns(of.data)
@@ -116,7 +113,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
             continue
         selection = select_rows(of, lambda _: None)
         rows = dict[str, list[Row]]()
-        selections.append(replace(selection, evaluated=len(sets) > len(trained), kept=of in kept))
+        selected.append(selection)
         columns.append(selection.columns)
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
@@ -132,8 +129,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                 f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some", "no-rows"
             )
         taken.append(rows)
-    if len(selections) == len(sets):
-        raise_all(check_selection(run, selections, where))
+    if len(selected) == len(sets):
+        require_validation(run, selected, where)
     if base.path is None:
         what = f"{STAND_IN_VOCAB} tokens in Mistral's format stand in"
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
