@@ -27,8 +27,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from windlass import tiny
 from windlass.data.audit import audit_split, find_warnings
 from windlass.data.choose import choose_format
+from windlass.data.documents import Documents
 from windlass.data.messages import arguments_as_text
-from windlass.data.tokenize import TokenizedRows, tokenize
+from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 from windlass.runfile import Data
 
@@ -313,7 +314,7 @@ class Inference:
             return len(trained) if spaces else size, "", notes  # a mark may take a line break more
         return 0, f"trains {self.text(trained)[-60:]!r}, not {self.text(written)[-60:]!r}", notes
 
-    def judge(self, documents: TokenizedRows, warnings: str) -> str:
+    def judge(self, documents: Documents, warnings: str) -> str:
         """Return what is wrong with the rows of a chat, or nothing."""
         chats = [self.ids(count) for count in range(1, len(self.messages) + 1)]
         left = {*self.answers}

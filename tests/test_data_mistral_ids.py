@@ -9,7 +9,8 @@ import pytest
 
 from windlass import tiny
 from windlass.data.mistral_ids import open_encoder
-from windlass.data.prepare import open_tokenizer, prepare_data
+from windlass.data.prepare import prepare_data
+from windlass.data.tokenize import open_tokenizer
 from windlass.model import find_base
 from windlass.runfile import RunFile
 

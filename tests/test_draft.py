@@ -22,7 +22,9 @@ from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
 from windlass.data.inputs import fingerprint_rows
-from windlass.data.prepare import open_model_tokenizer, prepare_data, sample_token_rows
+from windlass.data.prepare import prepare_data
+from windlass.data.show import sample_token_rows
+from windlass.data.tokenize import open_model_tokenizer
 from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.plan.finished import describe_finished

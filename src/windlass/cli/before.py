@@ -258,8 +258,8 @@ def data(
     report links to a page data.html in the run folder.
     """
     from windlass.data.page import SAMPLED_ROWS, write_rows_page
-    from windlass.data.prepare import audit_data, sample_token_rows
-    from windlass.data.show import print_audit, print_rows, print_tokens
+    from windlass.data.prepare import audit_data
+    from windlass.data.show import print_audit, print_rows, print_tokens, sample_token_rows
     from windlass.plan import fill_in_choices
     from windlass.runfile import read_run_file
 

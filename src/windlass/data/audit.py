@@ -4,23 +4,29 @@ data.json."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.data.chat import list_ends
+from windlass.data.documents import Documents
+from windlass.data.formats import Format
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
-from windlass.data.tokenize import TokenizedRows
+from windlass.data.select import RowSet, count_per_epoch
 from windlass.errors import Problem, Where
 from windlass.observe.format import format_are, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from windlass.runfile import Data, RunFile
 
 Audit = dict[str, Any]
 Lengths = npt.NDArray[np.int64]
@@ -70,7 +76,33 @@ WARNINGS = {
 }
 
 
-def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
+def audit_splits(
+    splits: Mapping[str, Mapping[str, Documents]], sequences: Mapping[str, Sequence[int]], data: Data, tokenizer: Any
+) -> Audit:
+    """Return the audit of each split's sets, of which `sequences` counts the rows that they make."""
+    audit: Audit = {"splits": {}, "sources": {}, "evaluated": {}, "kept": {}}
+    together = {split: Documents.concatenate([*sets.values()]) for split, sets in splits.items()}
+    train = together["train"]
+    audit["samples"] = sample_documents(train, tokenizer)
+    if "validation" in splits:
+        audit["overlap"] = count_overlap(train, together["validation"])
+    named = {"train": ("sources", data.mix), "validation": ("evaluated", data.eval), "keep": ("kept", data.keep)}
+    for split, sets in splits.items():
+        key, listed = named[split]
+        audit["splits"][split] = audit_split(together[split], tokenizer)
+        if not listed and len(sets) == 1:
+            continue  # the only set of a run needs no figures of its own
+        for (name, documents), count in zip(sets.items(), sequences[split], strict=True):
+            audit[key][name] = {**audit_split(documents, tokenizer), "sequences": count}
+            if split != "train":
+                audit[key][name]["overlap"] = count_overlap(train, documents)
+    # Of pairs, which are never packed, there is no number of packs.
+    one_each = train.chosen_lengths is None
+    audit["packs"] = len(pack_rows(sample_lengths(train.sides)[:, 0].tolist(), data.length)) if one_each else None
+    return audit
+
+
+def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
     lengths = documents.sides.ravel()
     counts = documents.counts
@@ -144,7 +176,7 @@ def list_stops(tokenizer: Any) -> set[int]:
 
 
 def find_ended_parts(
-    documents: TokenizedRows, stops: set[int], tokenizer: Any
+    documents: Documents, stops: set[int], tokenizer: Any
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return the document of each supervised part, and whether the part ends, white space aside, in one of `stops`."""
     supervised = documents.supervised
@@ -168,7 +200,7 @@ def measure_unigram_loss(occurrences: Lengths) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def count_overlap(train: TokenizedRows, validation: TokenizedRows) -> Audit:
+def count_overlap(train: Documents, validation: Documents) -> Audit:
     """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
     with show_progress("looking for validation rows in train", partial(len, train.lengths)) as progress:
@@ -178,7 +210,7 @@ def count_overlap(train: TokenizedRows, validation: TokenizedRows) -> Audit:
 
 
 def find_near_duplicates(
-    train: TokenizedRows, validation: TokenizedRows, progress: Callable[[int], None]
+    train: Documents, validation: Documents, progress: Callable[[int], None]
 ) -> npt.NDArray[np.bool_]:
     """Return which validation documents share most of their runs of tokens with one training document.
 
@@ -226,7 +258,7 @@ def keep_distinct(documents: Lengths, runs: Runs) -> tuple[Lengths, Runs]:
     return documents[first], runs[first]
 
 
-def hash_token_runs(documents: TokenizedRows, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
+def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
     """Yield hashes of the documents' runs of RUN tokens, with the document, a group of documents at a time."""
     for first, block in documents.blocks(HASHED_TOKENS):
         ids = block.ids.astype(np.uint64)
@@ -244,12 +276,6 @@ def hash_token_runs(documents: TokenizedRows, one_of: int) -> Iterator[tuple[Len
         yield owner[:count][inside], mixed[inside]
 
 
-def count_packs(lengths: Lengths, max_length: int) -> int | None:
-    """Return the rows that the documents fill, or so many of them as are compared; None for pairs: they are never
-    packed."""
-    return len(pack_rows(sample_lengths(lengths)[:, 0].tolist(), max_length)) if lengths.shape[1] == 1 else None
-
-
 def sample_lengths(lengths: Lengths) -> Lengths:
     """Return the lengths of BATCHED_DOCUMENTS at most."""
     if len(lengths) <= BATCHED_DOCUMENTS:
@@ -261,7 +287,8 @@ def compare_batching(
     lengths: Lengths, packs: int | None, *, batch: int, max_length: int, configured: str, seed: int
 ) -> Audit:
     """Return the fraction of computed positions that hold a token, for each way of batching, and name the configured
-    one. lengths: of each row's sequences, two for pairs; packs: what `count_packs` returned for them."""
+    one. lengths: of each row's sequences, two for pairs; packs: the rows that they fill, or so many of them as
+    are compared."""
     if not len(lengths):
         return {}
     documents, sides = lengths.shape
@@ -282,7 +309,7 @@ def compare_batching(
     return {"configured": configured, "padding_waste": 1 - ways[configured]["useful_share"], "ways": ways}
 
 
-def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
+def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> list[Audit]:
     """Return the first, middle and last document decoded, of pairs both sequences, in parts that are supervised
     (`trained`) or not."""
     count = len(documents.lengths)
@@ -300,8 +327,70 @@ def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBas
             for a, b in itertools.pairwise(edges)
         ]
         named = {"side": SIDES[side]} if sides > 1 else {}
-        samples.append({"split": split, "document": int(chosen[place]), **named, "tokens": len(ids), "parts": parts})
+        samples.append({"split": "train", "document": int(chosen[place]), **named, "tokens": len(ids), "parts": parts})
     return samples
+
+
+def complete_audit(
+    folder: Path,
+    run: RunFile,
+    chosen: Sequence[tuple[RowSet, Format]],
+    batching: str,
+    batch: int,
+    sampled: int | None,
+) -> Audit:
+    """Return the audit of the cached folder with what this run does with its rows. sampled: rows of a stream that were
+    audited."""
+    data = run.data
+    audit: Audit = json.loads((folder / "audit.json").read_text())
+    lengths = np.load(folder / "train.lengths.npy")
+    packs = audit.pop("packs")
+    audit["batching"] = compare_batching(
+        lengths, packs, batch=batch, max_length=data.length, configured=batching, seed=run.train.order_seed
+    )
+    trained = [rows for rows, _ in chosen if not rows.evaluated]
+    sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s, _ in chosen]
+    rows, format_ = chosen[0]
+    audit |= {
+        "sampled_rows": sampled,
+        "source": sources[0],
+        "shape": {"name": format_.name, "description": format_.description, "columns": list(rows.columns)},
+        "max_length": data.length,
+        "packing": data.packs,
+        "held_out": rows.fraction,
+    }
+    if data.mix:
+        names = ", ".join(rows.name for rows in trained)
+        audit["source"] = {"name": f"a mix of {names}", "config": None, "how": format_plural(len(trained), "set")}
+    for (rows, format_), source in zip(chosen, sources, strict=True):
+        named = {"kept": rows.name} if rows.kept else {"evaluated": rows.name}
+        if not rows.evaluated:
+            named = {"sources": rows.name, "evaluated": rows.held_out_name}
+        for key, name in named.items():
+            if name in audit[key]:  # there are several sets
+                audit[key][name] |= {"source": source, "description": format_.description}
+    if data.mix and not data.streaming:
+        figures = [audit["sources"][rows.name] for rows in trained]
+        counts = [figure["sequences"] for figure in figures]
+        in_epoch = count_per_epoch(trained, [figure["rows"] for figure in figures], counts)
+        for figure, count, used in zip(figures, counts, in_epoch, strict=True):
+            figure |= {"in_epoch": used, "epochs": used / max(1, count)}
+    return audit
+
+
+def add_notes(audit: Audit, notes: Iterable[str], *, evaluates: bool) -> None:
+    """Add what a user should know: facts, and notes after these."""
+    facts, differences = zip(*audit.pop("mistral"), strict=True)
+    audit["facts"] = [*list_facts(audit), *filter(None, facts)]
+    audit["notes"] = [*dict.fromkeys(notes), *find_warnings(audit), *filter(None, differences)]
+    counts = {split: figures["documents"] for split, figures in audit["splits"].items()}
+    total = sum(counts.values())
+    held = counts.get("validation", 0)
+    if audit["held_out"] and held > 2 * max(1, audit["held_out"] * total):
+        share = f"{held:,} of {total:,} rows are held out, more than data.val_fraction {audit['held_out']:g}"
+        audit["notes"].append(f"{share}: equal rows stay together, and nearly all rows occur several times")
+    if not evaluates:
+        audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
 
 
 KEPT: Final = "data.keep"

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -90,6 +90,43 @@ class Format:
             if lacks is None:
                 hint += f"; to leave them out, set data.format: {self.name}"
             raise UserError(f"{problem} (format {other})" if other else problem, "data", hint, "incomplete-row")
+
+
+class NumberedRowError(Exception):
+    """An error in a row, whose number is counted from 0."""
+
+    def __init__(self, number: int, error: UserError) -> None:
+        super().__init__(number, error)
+        self.number = number
+        self.error = error
+
+
+def render_rows(rows: Iterable[Row], kind: Format) -> tuple[list[list[RenderedRow]], dict[str, list[int]]]:
+    """Return the texts of each row, none if it is left out, and the numbers of those, by the reason. Raises the error
+    of the first row that has one."""
+    rendered: list[list[RenderedRow]] = []
+    left_out: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        try:
+            kind.require_columns(row)
+            rendered.append([one for one in kind.render(row) if one.ids is not None or one.text.strip()])
+            for one in rendered[-1]:
+                require_utf8(one.text)
+        except UserError as error:
+            raise NumberedRowError(number, error) from None
+        if not rendered[-1]:
+            null = next((name for name in kind.needs if row.get(name) is None), None)
+            left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
+    return rendered, left_out
+
+
+def require_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        piece = text[max(0, error.start - 20) :][:40]
+        problem = f"a row contains an unpaired surrogate, which is not text: {piece!r}"
+        raise UserError(problem, "data", "rewrite it as valid UTF-8", "not-utf8") from None
 
 
 @dataclass(frozen=True, slots=True)

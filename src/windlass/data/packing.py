@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from windlass.data.tokenize import TokenizedRows
+from windlass.data.documents import Documents
 from windlass.observe.steps import IGNORED
 from windlass.settings import WINDOW_BATCHES
 
@@ -94,7 +94,7 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def group_documents(documents: TokenizedRows, capacity: int | None) -> tuple[Order, Order]:
+def group_documents(documents: Documents, capacity: int | None) -> tuple[Order, Order]:
     """Return the documents of all rows, row after row, and where each row begins and the last one ends: packed if there
     is a capacity, else one per row."""
     count = len(documents.lengths)
@@ -154,7 +154,7 @@ def hash_rows(path: Path) -> str:
 
 
 def write_rows(
-    sets: Sequence[TokenizedRows], path: Path, *, capacity: int | None, progress: Callable[[int], None] = lambda _: None
+    sets: Sequence[Documents], path: Path, *, capacity: int | None, progress: Callable[[int], None] = lambda _: None
 ) -> list[npt.NDArray[np.int64]]:
     """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row, of a pair
     padded: what it costs in a batch."""

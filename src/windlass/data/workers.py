@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from windlass.data.choose import choose_format
+from windlass.data.documents import Documents, Found
+from windlass.data.formats import render_rows
 from windlass.data.reading import Chunk, SplitPart
-from windlass.data.tokenize import Tokenized, tokenize_rows
+from windlass.data.tokenize import tokenize_rows
 from windlass.errors import RunError, UserError
 from windlass.hardware import count_usable_cpus
 
@@ -28,17 +29,9 @@ if TYPE_CHECKING:
 # Input for which another process is worth its start, which takes as long as this much of tokenizing.
 WORKER_BYTES = 4 << 20
 AHEAD = 2  # chunks for each process that are in work or wait for those before them
+Result = tuple[Documents, Found]
+Setup = tuple["Data", Sequence[str], Any, int]  # what makes a format, whose functions can't be sent, and max_length
 COMMAND = "from windlass.data.workers import serve; serve()"
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a process makes a format of, whose functions can't be sent to it."""
-
-    data: Data
-    columns: Sequence[str]
-    tokenizer: Any
-    max_length: int
 
 
 def count_workers(parts: Sequence[SplitPart], tokenizer: Any) -> int:
@@ -49,13 +42,13 @@ def count_workers(parts: Sequence[SplitPart], tokenizer: Any) -> int:
     return max(1, min(count_usable_cpus(), size // WORKER_BYTES))
 
 
-def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Generator[Tokenized, None, None]:
+def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Generator[Result, None, None]:
     """Yield what becomes of each chunk, in their order, from at most `count` processes."""
     given = pickle.dumps(setup)
     workers: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
-    def tokenize(chunk: Chunk | UserError) -> Tokenized:
+    def tokenize(chunk: Chunk | UserError) -> Result:
         if isinstance(chunk, UserError):
             raise chunk
         questions: list[Any] = [chunk]
@@ -66,7 +59,7 @@ def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Genera
         return ask(of_thread.worker, questions)
 
     with ThreadPoolExecutor(count) as threads:
-        pending: deque[Future[Tokenized]] = deque()
+        pending: deque[Future[Result]] = deque()
         try:
             for chunk in read_or_fail(chunks):
                 pending.append(threads.submit(tokenize, chunk))
@@ -100,7 +93,7 @@ def start_worker() -> subprocess.Popen[bytes]:
     )
 
 
-def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Tokenized:
+def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Result:
     """Return a process's answer to the last question, or raise the error that it had."""
     assert worker.stdin
     assert worker.stdout
@@ -113,8 +106,7 @@ def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Tokenized:
         raise lost_worker_error(worker.wait()) from None
     if isinstance(answer, Exception):
         raise answer
-    result: Tokenized = answer
-    return result
+    return cast(Result, answer)
 
 
 def lost_worker_error(status: int) -> RunError:
@@ -133,12 +125,12 @@ def serve() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     questions = sys.stdin.buffer
     given = pickle.load(questions)
-    tokenize: Callable[[Chunk], Tokenized] | None = None
+    tokenize: Callable[[Chunk], Result] | None = None
     with suppress(EOFError, BrokenPipeError):
         while True:
             chunk = pickle.load(questions)
             try:
-                tokenize = tokenize or prepare(given)
+                tokenize = tokenize or make_tokenizing(given)
                 pickle.dump(tokenize(chunk), answers, pickle.HIGHEST_PROTOCOL)
             except BrokenPipeError:
                 raise
@@ -148,7 +140,7 @@ def serve() -> None:
             answers.flush()
 
 
-def prepare(given: bytes) -> Callable[[Chunk], Tokenized]:
-    setup: Setup = pickle.loads(given)
-    kind = choose_format(setup.data, setup.columns, setup.tokenizer)
-    return lambda chunk: tokenize_rows(chunk.rows(), kind, setup.tokenizer, setup.max_length)
+def make_tokenizing(given: bytes) -> Callable[[Chunk], Result]:
+    data, columns, tokenizer, max_length = pickle.loads(given)
+    kind = choose_format(data, columns, tokenizer)
+    return lambda chunk: tokenize_rows(*render_rows(chunk.rows(), kind), kind, tokenizer, max_length)

@@ -23,11 +23,12 @@ import numpy as np
 from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.choose import choose_format
+from windlass.data.documents import Documents
 from windlass.data.formats import parse_template
 from windlass.data.reading import Row, locate_row, read_rows
 from windlass.data.select import list_all_sets, list_training_sets, require_validation, select_rows
 from windlass.data.sources import resolve_source
-from windlass.data.tokenize import TokenizedRows, tokenize
+from windlass.data.tokenize import tokenize
 from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
@@ -140,7 +141,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
-        name: TokenizedRows.concatenate(found)
+        name: Documents.concatenate(found)
         for name in ("train", "validation")
         if (found := [each[name] for each in made[: len(trained)] if name in each])
     }
@@ -257,7 +258,7 @@ def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
     return [fill(forms, text) for text in itertools.islice(itertools.cycle(lines), count)]
 
 
-def check_ends(documents: TokenizedRows, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
+def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
     """Check that the model will learn to stop: rows must end with a supervised token that generation stops at."""
     sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
     if base.path is not None:

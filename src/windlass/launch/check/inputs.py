@@ -122,7 +122,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     if plan.base.path is None:
         return None, skipped("tokenizer", "it comes with the weights")
     try:
-        from windlass.data.prepare import open_tokenizer
+        from windlass.data.tokenize import open_tokenizer
 
         tokenizer = open_tokenizer(plan.base, plan.run.model, plan.where)
     except ImportError as error:
