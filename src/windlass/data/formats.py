@@ -13,9 +13,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from windlass.data.answers import Span
+from windlass.data.answers import RenderedRow
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.messages import FLAGS, arguments_as_text
 from windlass.data.reading import JSON_KINDS, Row
@@ -27,26 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedRow:
-    """Text of one row. `supervised` are the character spans that the loss is computed on; None means all.
-
-    `closed` text has its own first and last tokens, as chat templates write them. A row of tokens has `ids` instead of
-    text, and spans of ids.
-    """
-
-    text: str
-    supervised: tuple[Span, ...] | None = None
-    closed: bool = False
-    ids: npt.NDArray[np.int64] | None = None
-    whole: str = ""
-    """Of a chat that became several rows: the text of all of them."""
-    part: int = 0
-    """And the number of this one."""
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +204,9 @@ def text_format(request: FormatRequest) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
-    return Format("text", description, lambda row: [RenderedRow(as_text(row[name], name))], needs=(name,))
+    return Format(
+        "text", description, lambda row: [RenderedRow(as_text(row[name], name), everything=True)], needs=(name,)
+    )
 
 
 def completion_format(request: FormatRequest) -> Format:
@@ -252,8 +233,8 @@ def completion_format(request: FormatRequest) -> Format:
         tail = as_text(answer, completion)
         if not tail.strip():
             return []
-        spans = None if everything else ((len(head), len(head) + len(tail)),)
-        return [RenderedRow(head + tail, spans, remarks=bare)]
+        answer_span = (len(head), len(head) + len(tail))
+        return [RenderedRow(head + tail, {0: answer_span}, remarks=bare, everything=everything)]
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     used = None
@@ -344,10 +325,10 @@ def render_chat(
 ) -> list[RenderedRow]:
     """Return the rows of a chat; with loss on everything, the one that has all of it."""
     if everything:
-        return [RenderedRow(template.render_whole(messages, tools), closed=True)]
+        return [RenderedRow(template.render_whole(messages, tools), everything=True, closed=True)]
     rows = template.render(messages, first=first, tools=tools)
     whole = "".join(row.text for row in rows) if len(rows) > 1 else ""
-    return [RenderedRow(row.text, row.spans, True, None, whole, part, row.remarks) for part, row in enumerate(rows)]
+    return [row._replace(closed=True, whole=whole, part=part) for part, row in enumerate(rows)]
 
 
 def make_chat_format(
@@ -397,7 +378,7 @@ def tokens_format(request: FormatRequest) -> Format:
             raise UserError(problem, place, "check the column", "not-token-ids")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
-            return [RenderedRow("", None, closed=True, ids=ids)]
+            return [RenderedRow("", everything=True, closed=True, ids=ids)]
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
             problem = "{} ids, {} labels, {} in the mask".format(*lengths)
@@ -413,8 +394,8 @@ def tokens_format(request: FormatRequest) -> Format:
         if not len(ids):
             return []
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
-        spans = None if everything or kept.all() else tuple(zip(edges[::2], edges[1::2], strict=True))
-        return [RenderedRow("", spans, closed=True, ids=ids)]
+        spans = dict(enumerate(zip(edges[::2], edges[1::2], strict=True)))
+        return [RenderedRow("", spans, everything=everything or bool(kept.all()), closed=True, ids=ids)]
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
     return Format("input_ids", f"tokens in {name!r}, loss on {loss}", render, needs=(name,))
@@ -503,13 +484,13 @@ def template_format(request: FormatRequest) -> Format:
             if piece.supervised and part:
                 spans.append((at, at + len(part)))
             at += len(part)
-        return [RenderedRow("".join(parts), tuple(spans) if marked else None)]
+        return [RenderedRow("".join(parts), dict(enumerate(spans)), everything=not marked)]
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
     return Format("template", description, render, needs=tuple(trained_on), every=False)
 
 
-class FormatRow(NamedTuple):
+class FormatSpec(NamedTuple):
     """A format: keys of `data` that request it, columns that identify it, optional columns, and its constructor."""
 
     name: str
@@ -522,25 +503,25 @@ class FormatRow(NamedTuple):
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (
-    FormatRow("template", ("prompt_template",), (), (), template_format),
-    FormatRow(
+    FormatSpec("template", ("prompt_template",), (), (), template_format),
+    FormatSpec(
         "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), chat_format
     ),
-    FormatRow(
+    FormatSpec(
         "sharegpt",
         ("messages_field",),
         ("conversations",),
         ("from", "value", "tools", "system", *FLAGS),
         partial(chat_format, column="conversations"),
     ),
-    FormatRow(
+    FormatSpec(
         "prompt-completion",
         ("prompt_field", "completion_field"),
         ("prompt", "completion"),
         ("tools", "role", "content"),
         completion_format,
     ),
-    FormatRow("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
-    FormatRow("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
-    FormatRow("text", ("text_field",), ("text",), (), text_format),
+    FormatSpec("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
+    FormatSpec("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
+    FormatSpec("text", ("text_field",), ("text",), (), text_format),
 )

@@ -1,8 +1,9 @@
-"""Show the data audit and rows in the terminal, what the loss is computed on between [[ and ]]."""
+"""Show the data audit and rows, in the terminal or as a page: what the loss is computed on stands between [[ and ]]."""
 
 import heapq
 import itertools
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -14,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from windlass import __version__
 from windlass.data.cache import Say
 from windlass.data.choose import choose_format
 from windlass.data.documents import Documents
@@ -23,10 +25,12 @@ from windlass.data.prepare import prepare_data
 from windlass.data.reading import locate_row, read_rows
 from windlass.data.select import RowSet, list_all_sets, select_rows
 from windlass.data.tokenize import open_model_tokenizer, tokenize
-from windlass.errors import UserError
+from windlass.errors import UserError, require_writable
+from windlass.files import write_atomic
 from windlass.observe.format import format_plural
 from windlass.runfile import Loaded
 
+SAMPLED_ROWS = 12  # of every set, on a page
 SHOWN_CHARACTERS = 300  # characters shown at each end of a sample's part
 FIGURES = {
     "rows": ("rows", ","),
@@ -268,3 +272,28 @@ def _table(columns: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> Group
     for row in rows:
         table.add_row(*row)
     return Group("", table)
+
+
+def write_rows_page(path: Path, audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a page of the audit's figures and notes, and of rows, in the report's look; it fetches nothing."""
+    from windlass.observe.report.page import render_template
+
+    figures = [
+        (name, [format(split[key], spec) if key in split else "" for split in audit["splits"].values()])
+        for key, (name, spec) in FIGURES.items()
+        if any(split.get(key) for split in audit["splits"].values())
+    ]
+    page = render_template(
+        "rows.html.j2",
+        scripts=("scheme.js",),
+        styles=("page.css", "rows.css"),
+        audit=audit,
+        train=audit["splits"]["train"],
+        figures=figures,
+        held_out=explain_held_out(audit),
+        rows=rows,
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    with require_writable(path, "name another file with --html"):
+        write_atomic(path, page)

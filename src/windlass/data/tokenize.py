@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from windlass.data.answers import RenderedRow
 from windlass.data.documents import COUNTS, LEFT_OUT, PART_BITS, REMARK, UNFIT, Documents, Flags, Found, assemble
-from windlass.data.formats import Format, RenderedRow, render_rows
+from windlass.data.formats import Format, render_rows
 from windlass.data.reading import Row, split_into_batches
 from windlass.data.words import Ids, encode_texts
 from windlass.errors import UserError, Where
@@ -101,7 +102,7 @@ def collect_documents(
             present = len(ids) > 0 and ids[-1] == eos
             ids = ids if present else [*ids, eos]
             if flags is not None:
-                last = any(end == len(one.text) for _, end in one.supervised or ())
+                last = any(end == len(one.text) for _, end in one.spans)
                 flags = np.append(flags[:-1] if present else flags, last)
         if max_length is not None and len(ids) > max_length:
             counts["truncated"] += 1
@@ -191,7 +192,7 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
         chosen = [
             i
             for i, one in enumerate(rendered)
-            if one.ids is None and (one.closed, one.supervised is not None) == (closed, partial)
+            if one.ids is None and (one.closed, not one.everything) == (closed, partial)
         ]
         markers = read_markers(tokenizer, len(tokenizer)) if closed and partial else None
         if closed and (markers is not None or not partial):
@@ -205,11 +206,10 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
         for i, done in zip(
             chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
         ):
-            spans = rendered[i].supervised
             flags, straddles = None, False
-            if spans is not None:
+            if partial:
                 flags, straddles = find_supervised_tokens(
-                    done, spans, rendered[i].text, closed=closed, tokenizer=tokenizer
+                    done, rendered[i].spans, rendered[i].text, closed=closed, tokenizer=tokenizer
                 )
             encoded[i] = (done.ids, flags, straddles)
     return encoded
@@ -261,7 +261,7 @@ def flag_between_markers(ids: Ids, one: RenderedRow, markers: Markers) -> Flags 
         edges[start] = place
         edges[stop] = place + 1
     flags = np.zeros(len(ids), np.bool_)
-    for start, end in one.supervised or ():
+    for start, end in one.spans:
         ends = one.text[start : start + 1] + one.text[end - 1 : end]
         if start >= end or ends != "".join(ends.split()) or start not in edges or end not in edges:
             return None
@@ -271,12 +271,10 @@ def flag_between_markers(ids: Ids, one: RenderedRow, markers: Markers) -> Flags 
 
 def wrap_tokens(one: RenderedRow, ids: npt.NDArray[np.int64]) -> Encoded:
     """Wrap a row that consists of tokens already."""
-    flags = None
-    if one.supervised is not None:
-        flags = np.zeros(len(ids), np.bool_)
-        for start, end in one.supervised:
-            flags[start:end] = True
-    return ids, flags, False
+    flags = np.zeros(len(ids), np.bool_)
+    for start, end in one.spans:
+        flags[start:end] = True
+    return ids, None if one.everything else flags, False
 
 
 def find_supervised_tokens(
@@ -325,10 +323,10 @@ def find_supervised_tokens(
 
 def encode_slowly(one: RenderedRow, tokenizer: Any) -> Encoded:
     """Encode with a tokenizer that gives no offsets: each part separately, which keeps edges exact."""
-    spans = ((0, len(one.text)),) if one.supervised is None else one.supervised
+    spans = ((0, len(one.text)),) if one.everything else one.spans
     bare = [] if one.closed else tokenizer.build_inputs_with_special_tokens([])
     ids = [token for token in bare if token == tokenizer.bos_token_id]
-    flags = [one.supervised is None] * len(ids)
+    flags = [one.everything] * len(ids)
     for start, end in itertools.pairwise(sorted({0, len(one.text), *itertools.chain(*spans)})):
         part = tokenizer.encode(one.text[start:end], add_special_tokens=False)
         ids += part
