@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +114,8 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     highest: list[int] = []
     occurrences = np.zeros(0, np.int64)
     answer_tokens: list[int] = []
-    stops = list_stops(tokenizer)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    stops = {*list_ends(tokenizer), *tokenizer.all_special_ids, *special}  # those that end a turn
     for _, block in documents.blocks() if tokens else ():
         supervised += int(block.supervised.sum()) - int(block.supervised[block.starts].sum())
         owners, ended = find_ended_parts(block, stops, tokenizer)
@@ -127,7 +128,8 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         more[: len(occurrences)] += occurrences
         occurrences = more
         if block.chosen_lengths is not None:
-            answer_tokens += [int(block.supervised[side].sum()) for side in block.side_spans()]
+            answer_tokens += [int(block.supervised[side].sum()) for side in block.spans(sides=True)]
+    unigrams = occurrences[occurrences > 0] / max(1, occurrences.sum())
     figures: Audit = {
         **counts,
         "left_out": documents.left_out,
@@ -143,14 +145,18 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_trained_share": ended_documents / kept if kept else 0.0,
-        "unigram_loss": measure_unigram_loss(occurrences),
+        # Of a model that knows only how often each supervised token occurs.
+        "unigram_loss": float(-(unigrams * np.log(unigrams)).sum()),
         "lowest_id": min(lowest, default=None),
         "highest_id": max(highest, default=None),
         "lengths": {},
         "histogram": [],  # [from, to, sequences], each bin twice as wide as the one before
     }
     if documents.chosen_lengths is not None:
-        figures |= compare_answers(answer_tokens)
+        of_answers = np.array(answer_tokens).reshape(-1, 2)
+        chosen, rejected = np.median(of_answers, axis=0).tolist() if kept else (0.0, 0.0)
+        longer = float((of_answers[:, 0] > of_answers[:, 1]).mean()) if kept else 0.0
+        figures |= {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
     if kept:
         least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
         figures["lengths"] = {"least": int(least), "mean": float(lengths.mean()), "median": median}
@@ -159,20 +165,6 @@ def audit_split(documents: Documents, tokenizer: Any) -> Audit:
         bins = range(powers.min(), powers.max() + 1)
         figures["histogram"] = [[2**p, 2 ** (p + 1) - 1, int((powers == p).sum())] for p in bins]
     return figures
-
-
-def compare_answers(answer_tokens: Sequence[int]) -> Audit:
-    """Return the usual lengths of chosen and of rejected answers, and how often the chosen one is longer."""
-    tokens = np.array(answer_tokens).reshape(-1, 2)
-    chosen, rejected = np.median(tokens, axis=0).tolist() if len(tokens) else (0.0, 0.0)
-    longer = float((tokens[:, 0] > tokens[:, 1]).mean()) if len(tokens) else 0.0
-    return {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
-
-
-def list_stops(tokenizer: Any) -> set[int]:
-    """Return the tokens that end a turn: those that generation stops at, and special ones."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {*list_ends(tokenizer), *tokenizer.all_special_ids, *special}
 
 
 def find_ended_parts(
@@ -191,13 +183,6 @@ def find_ended_parts(
         back = np.isin(documents.ids[at], sorted({*blank} - stops))
         at = np.maximum(at - back, documents.starts[owners])
     return owners, supervised[at] & np.isin(documents.ids[at], sorted(stops))
-
-
-def measure_unigram_loss(occurrences: Lengths) -> float:
-    """Return the loss of a model that knows only how often each supervised token occurs."""
-    counts = occurrences[occurrences > 0]
-    shares = counts / max(1, counts.sum())
-    return float(-(shares * np.log(shares)).sum())
 
 
 def count_overlap(train: Documents, validation: Documents) -> Audit:
@@ -317,7 +302,7 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -
     chosen = np.array(sorted({0, count // 2, count - 1}) if count else [], np.int64)
     found = documents.take(chosen)
     sides = documents.sides.shape[1]
-    for number, span in enumerate(found.side_spans()):
+    for number, span in enumerate(found.spans(sides=True)):
         place, side = divmod(number, sides)
         ids = found.ids[span]
         supervised = found.supervised[span]
@@ -393,33 +378,22 @@ def add_notes(audit: Audit, notes: Iterable[str], *, evaluates: bool) -> None:
         audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
 
 
-KEPT: Final = "data.keep"
-
-
 def find_problems(
     audit: Mapping[str, Any], *, vocabulary: int | None, least_fraction: float, where: Where
 ) -> list[Problem]:
     """Return what makes these data unfit for training, each with the next step."""
     found = []
-    sets = [
-        (split, each, f"data.{'train' if split == 'train' else 'val'}_split")
-        for split, each in audit["splits"].items()
-        if split != "keep"  # each of its sets is judged
-    ]
-    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval"), ("kept", KEPT)):
-        sets += [
-            (name, each, section)
-            for name, each in audit.get(key, {}).items()
-            if section == KEPT or not each["documents"]
-        ]
+    keys = {"train": "data.train_split", "validation": "data.val_split"}  # of the kept sets each is judged
+    sets = [(split, each, keys[split]) for split, each in audit["splits"].items() if split in keys]
+    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval"), ("kept", "data.keep")):
+        named = audit.get(key, {}).items()
+        sets += [(name, each, section) for name, each in named if key == "kept" or not each["documents"]]
     for split, figures, key in sets:
         place = where(key)
         if not figures["documents"]:
-            problem = (
-                f"no row of {split} has a supervised token: of {format_plural(figures['rows'], 'row')} "
-                f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
-                f"{figures['truncated']} cut at data.max_length"
-            )
+            problem = f"no row of {split} has a supervised token: of {format_plural(figures['rows'], 'row')} "
+            problem += f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
+            problem += f"{figures['truncated']} cut at data.max_length"
             problem += "".join(f"; {line}" for line in figures["left_out"])
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
             code = "nothing-supervised"
@@ -458,52 +432,43 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"
     unended = round(train["documents"] * (1 - train["end_trained_share"]))
     lesson = "from which the model learns to go on" if train["answers_ended"] else "so the model will not learn to stop"
-    warnings = (
-        (
-            train["truncated"] and not of_pairs,
-            f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%}) cut at max_length: "
-            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost",
-        ),
-        (
-            train["unsupervised"],
-            f"{format_are(train['unsupervised'], 'row')} dropped: no supervised token within max_length",
-        ),
-        (
-            train["straddling"],
-            f"in {format_plural(train['straddling'], 'row')} a token spans the edge of the supervised part and is "
-            "supervised: let the white space at the edge belong to that part",
-        ),
-        (
-            train["documents"] and (not train["answers_ended"] or unended > train["truncated"]),
-            f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which "
-            f"generation stops, {lesson}: take a data.chat_template that closes the assistant's turn with one, behind "
-            "the last turn too",
-        ),
-        (
-            shared["documents"],
-            f"{format_are(shared['documents'], 'validation row')} in the training set as well ({shared['share']:.1%})",
-        ),
-        (
-            shared.get("near"),
-            f"{format_are(shared.get('near', 0), 'validation row')} nearly the same as one that is trained on: the "
-            "evaluation loss will look better than it is",
-        ),
-        (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
-        (
-            train.get("chosen_longer", 0) > LONGER,
-            f"in {train.get('chosen_longer', 0):.1%} of the pairs the chosen answer is the longer one: the model may "
-            "learn to write more, not better",
-        ),
-    )
-    shared_kept = [
-        f"of the kept set {name} {format_are(overlap['documents'] + overlap['near'], 'row')} in the training set as "
-        "well, word for word or nearly: it does not show what becomes of other rows"
-        for name, figures in audit.get("kept", {}).items()
-        if (overlap := figures["overlap"])["documents"] + overlap["near"]
-    ]
+    warnings = []
+    if train["truncated"] and not of_pairs:
+        lost = f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost"
+        rows = f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%})"
+        warnings.append(f"{rows} cut at max_length: {lost}")
+    if train["unsupervised"]:
+        rows = format_are(train["unsupervised"], "row")
+        warnings.append(f"{rows} dropped: no supervised token within max_length")
+    if train["straddling"]:
+        rows = format_plural(train["straddling"], "row")
+        why = "a token spans the edge of the supervised part and is supervised"
+        warnings.append(f"in {rows} {why}: let the white space at the edge belong to that part")
+    if train["documents"] and (not train["answers_ended"] or unended > train["truncated"]):
+        share = (
+            f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which"
+        )
+        remedy_of_ends = "take a data.chat_template that closes the assistant's turn with one, behind the last turn too"
+        warnings.append(f"{share} generation stops, {lesson}: {remedy_of_ends}")
+    if shared["documents"]:
+        rows = format_are(shared["documents"], "validation row")
+        warnings.append(f"{rows} in the training set as well ({shared['share']:.1%})")
+    if shared.get("near"):
+        rows = format_are(shared["near"], "validation row")
+        why = "the evaluation loss will look better than it is"
+        warnings.append(f"{rows} nearly the same as one that is trained on: {why}")
+    if waste > 0.2:
+        warnings.append(f"{waste:.0%} of the computed positions are padding: {remedy}")
+    if train.get("chosen_longer", 0) > LONGER:
+        share = f"in {train['chosen_longer']:.1%} of the pairs the chosen answer is the longer one"
+        warnings.append(f"{share}: the model may learn to write more, not better")
+    for name, figures in audit.get("kept", {}).items():
+        if same := figures["overlap"]["documents"] + figures["overlap"]["near"]:
+            rows = f"of the kept set {name} {format_are(same, 'row')} in the training set as well"
+            warnings.append(f"{rows}, word for word or nearly: it does not show what becomes of other rows")
     remarks = [describe_remark(remark, train, WARNINGS) for remark in train["remarks"] if remark["kind"] in WARNINGS]
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
-    return [*dict.fromkeys(left_out), *remarks, *(text for holds, text in warnings if holds), *shared_kept]
+    return [*dict.fromkeys(left_out), *remarks, *warnings]
 
 
 def list_facts(audit: Mapping[str, Any]) -> list[str]:

@@ -333,6 +333,11 @@ class ChatTemplate:
         self.require_written(turns, RenderedRow(text, {}, len(turns)))
         return text
 
+    def write_request(self, messages: Sequence[Any], tools: Any) -> dict[str, Any]:
+        """Return the messages and tools as a request to a server has them."""
+        read = [arguments_as_text(turn.message) for turn in self.read(messages)]
+        return {"messages": read, "tools": self.read_tools(tools)}
+
     def read(self, messages: Sequence[Any]) -> list[Turn]:
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
         if not {*TEXT_ROLES}.issuperset(str(turn.message["role"]) for turn in turns):
@@ -390,12 +395,9 @@ class ChatTemplate:
 
     def require_split_allowed(self, rows: Sequence[RenderedRow]) -> None:
         if self.turns == "all" and len(rows) > 1:
-            raise UserError(
-                f"{why_split(rows, self.special)}, so one row can't have all answers",
-                "data.turns",
-                "set data.turns: auto, which gives such answers rows of their own",
-                "turns-rewritten",
-            )
+            problem = f"{why_split(rows, self.special)}, so one row can't have all answers"
+            hint = "set data.turns: auto, which gives such answers rows of their own"
+            raise UserError(problem, "data.turns", hint, "turns-rewritten")
 
     def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> RenderedRow:
         """Return the rendering with the spans that the template's own marks enclose."""
@@ -408,12 +410,9 @@ class ChatTemplate:
             hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
             raise UserError(problem, "data", hint, "generation-marks")
         if self.marks_users:
-            raise UserError(
-                "the chat template's {% generation %} marks enclose a user's turn",
-                "data.chat_template",
-                "put {% generation %} and {% endgeneration %} around the assistant's part only",
-                "generation-marks",
-            )
+            problem = "the chat template's {% generation %} marks enclose a user's turn"
+            hint = "put {% generation %} and {% endgeneration %} around the assistant's part only"
+            raise UserError(problem, "data.chat_template", hint, "generation-marks")
         single = len(marked) == len(answers)
         ends = (*self.stops, self.end)
         spans = [
@@ -467,12 +466,9 @@ class ChatTemplate:
         closing = self.pieces.token.match(rest)
         return rest[closing.end() :] if closing and closing[0] in self.stops else rest
 
-    def make_writer(self, turns: list[Turn], tools: Any) -> Callable[..., str]:
-        """Return what writes the first turns, and the header of an answer to them if asked."""
-        return cache(lambda count, prompt=False: self.apply(turns[:count], tools, prompt=prompt)[0])
-
     def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[RenderedRow]:
-        write = self.make_writer(turns, tools)
+        # The first turns, and the header of an answer to them if asked.
+        write = cache(lambda count, prompt=False: self.apply(turns[:count], tools, prompt=prompt)[0])
         whole = write(len(turns))
         answers = {i: self.find_answer(turns, i, tools, write) for i in wanted}
         opener = self.pieces.find_opener(self.header)
@@ -498,12 +494,9 @@ class ChatTemplate:
     def find_answer(self, turns: list[Turn], i: int, tools: Any, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
         if self.opens_always and self.end not in self.tails[0]:
-            raise UserError(
-                "the chat template opens another answer at the end of every chat",
-                "data.chat_template",
-                "write {% if add_generation_prompt %} … {% endif %} around that in a template of your own",
-                "opens-always",
-            )
+            problem = "the chat template opens another answer at the end of every chat"
+            hint = "write {% if add_generation_prompt %} … {% endif %} around that in a template of your own"
+            raise UserError(problem, "data.chat_template", hint, "opens-always")
         text = write(i + 1)
         body = turns[i].words.strip()
         begin = self.pieces.find_last(text, body)
@@ -527,13 +520,10 @@ class ChatTemplate:
             if any(turn.reasoning for turn in turns[:i]) and (own := self.find_after_thoughts(turns, i, tools, prompt)):
                 return own
             self.require_written(turns[: i + 1], RenderedRow(text, {}, i + 1))
-            raise UserError(
-                "the chat template doesn't write an answer behind the prompt that it writes for it",
-                "data",
-                "leave out such rows, or give data.chat_template a template with {% generation %} … "
-                "{% endgeneration %} around the assistant's part",
-                "answer-not-found",
-            )
+            problem = "the chat template doesn't write an answer behind the prompt that it writes for it"
+            hint = "leave out such rows, or give data.chat_template a template with {% generation %} … "
+            hint += "{% endgeneration %} around the assistant's part"
+            raise UserError(problem, "data", hint, "answer-not-found")
         body_end = start if begin < start or turns[i].calls else begin + len(body)
         end = self.pieces.find_end(text.removesuffix(opened), start)
         if self.opens_always and (closed := text.find(self.end, body_end)) >= 0:
@@ -543,7 +533,7 @@ class ChatTemplate:
     def find_after_thoughts(self, turns: list[Turn], i: int, tools: Any, prompt: str) -> Answer | None:
         """Find a turn behind its prompt, which has earlier thoughts that the template drops once the turn is there."""
         bare = [*(read_turn(turn.message, {}, self.roles, drop_reasoning=True) for turn in turns[:i]), turns[i]]
-        write = self.make_writer(bare, tools)
+        write = cache(lambda count, prompt=False: self.apply(bare[:count], tools, prompt=prompt)[0])
         with suppress(UserError):
             text, start, end, body, _ = self.find_answer(bare, i, tools, write)
             moved = len(prompt) - start

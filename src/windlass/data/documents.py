@@ -106,12 +106,6 @@ class Documents:
             return self.lengths[:, None]
         return np.stack([self.chosen_lengths, self.lengths - self.chosen_lengths], 1)
 
-    @property
-    def padded_lengths(self) -> Indices:
-        """Tokens of each document where the sequences of pairs are padded to the longer one."""
-        padded: Indices = self.sides.max(1) * self.sides.shape[1]
-        return padded
-
     def select(self, which: Indices) -> Documents:
         """Return these documents, in this order, where they are."""
         chosen = None if self.chosen_lengths is None else self.chosen_lengths[which]
@@ -162,19 +156,11 @@ class Documents:
             arrays["ids"], arrays["supervised"] = file.map()
         return cls(**arrays, counts=counts, left_out=left_out, remarks=remarks, file=file)
 
-    def spans(self) -> Iterator[slice]:
-        """Yield each document's slice of the flat arrays."""
-        return slice_end_to_end(self.lengths)
-
-    def side_spans(self) -> Iterator[slice]:
-        """Yield each sequence's, of documents that are end to end: of pairs two for every document."""
-        return slice_end_to_end(self.sides.ravel())
-
-
-def slice_end_to_end(lengths: Indices) -> Iterator[slice]:
-    """Yield slices of these lengths, end to end."""
-    for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
-        yield slice(end - length, end)
+    def spans(self, *, sides: bool = False) -> Iterator[slice]:
+        """Yield the slice of each document, or of each of its sequences, if they are end to end."""
+        lengths = self.sides.ravel() if sides else self.lengths
+        for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+            yield slice(end - length, end)
 
 
 def assemble(

@@ -16,7 +16,7 @@ import numpy as np
 
 from windlass.data.answers import RenderedRow
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.messages import FLAGS, arguments_as_text
+from windlass.data.messages import FLAGS
 from windlass.data.reading import JSON_KINDS, Row
 from windlass.errors import UserError, Where
 from windlass.observe.steps import IGNORED
@@ -132,9 +132,8 @@ class FormatRequest:
             hint = f"if the second answers the first, write data.columns: {format_yaml(names)}; for text alone, name "
             hint += "its column: data.columns: {text: …}"
         has = ", ".join(map(repr, self.columns)) or "none"
-        raise UserError(
-            f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint, "no-such-column"
-        )
+        problem = f"the data have no column {column!r}; they have {has}"
+        raise UserError(problem, self.where(f"data.{key}"), hint, "no-such-column")
 
     def column(self, name: str, key: str = "") -> str:
         """Return the data's name for a column of the format, set by data.columns or by a key of its own."""
@@ -191,9 +190,8 @@ def as_text(value: Any, column: str) -> str:
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
     hint += "{answers[text][0]}"
-    raise UserError(
-        f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}", "data", hint, "column-not-text"
-    )
+    problem = f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}"
+    raise UserError(problem, "data", hint, "column-not-text")
 
 
 def describe_type(value: Any) -> str:
@@ -259,10 +257,8 @@ def chat_format(request: FormatRequest, column: str = "messages") -> Format:
                 messages = json.loads(messages) if messages.strip() else []
             except json.JSONDecodeError:
                 hint = "name it in data.text_field, or convert it to [{role, content}, …]"
-                place = request.where("data.messages_field")
-                raise UserError(
-                    f"column {name!r} is text, not a list of messages", place, hint, "not-messages"
-                ) from None
+                problem = f"column {name!r} is text, not a list of messages"
+                raise UserError(problem, request.where("data.messages_field"), hint, "not-messages") from None
         if messages and not isinstance(messages, list):
             problem = f"column {name!r} has {describe_type(messages)}, not a list of messages: {str(messages)[:80]}"
             raise UserError(problem, "data", "write [{role, content}, …]", "not-messages")
@@ -351,9 +347,7 @@ def make_chat_format(
         return render_chat(template, messages, row.get(tools or ""), everything) if messages else []
 
     def chat(row: Row) -> dict[str, Any]:
-        turns = template.read(messages_of(row))
-        messages = [arguments_as_text(turn.message) for turn in turns]
-        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+        return template.write_request(messages_of(row), row.get(tools or ""))
 
     loss = "every token" if everything else LOSS[template.turns]
     kind = {"conversations": "sharegpt"}.get(name, name)
@@ -434,9 +428,8 @@ def parse_template(text: str, place: str) -> list[TemplatePiece]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise UserError(
-            f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}", "template-syntax"
-        ) from None
+        hint = "write {column}; a brace itself is {{ or }}"
+        raise UserError(f"not a template: {error}", place, hint, "template-syntax") from None
     for literal, name, spec, conversion in parsed:
         for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
             if part not in ("[[", "]]"):
@@ -500,27 +493,17 @@ class FormatSpec(NamedTuple):
     make: Callable[[FormatRequest], Format]
 
 
+BESIDE = ("tools", "system", *FLAGS)  # columns beside a chat, and keys of its messages
+SPOKEN = ("tools", "role", "content")
+PROMPT_FIELDS = ("prompt_field", "completion_field")
+sharegpt_format = partial(chat_format, column="conversations")
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (
     FormatSpec("template", ("prompt_template",), (), (), template_format),
-    FormatSpec(
-        "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), chat_format
-    ),
-    FormatSpec(
-        "sharegpt",
-        ("messages_field",),
-        ("conversations",),
-        ("from", "value", "tools", "system", *FLAGS),
-        partial(chat_format, column="conversations"),
-    ),
-    FormatSpec(
-        "prompt-completion",
-        ("prompt_field", "completion_field"),
-        ("prompt", "completion"),
-        ("tools", "role", "content"),
-        completion_format,
-    ),
+    FormatSpec("messages", ("messages_field",), ("messages",), ("role", "content", *BESIDE), chat_format),
+    FormatSpec("sharegpt", ("messages_field",), ("conversations",), ("from", "value", *BESIDE), sharegpt_format),
+    FormatSpec("prompt-completion", PROMPT_FIELDS, ("prompt", "completion"), SPOKEN, completion_format),
     FormatSpec("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
     FormatSpec("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
     FormatSpec("text", ("text_field",), ("text",), (), text_format),

@@ -37,16 +37,12 @@ def find_absent_files(run: RunFile, where: Where) -> Iterator[tuple[str, Problem
         template = row_set.data.chat_template or ""
         if template.endswith(TEMPLATES) and not Path(template).expanduser().is_file():
             hint = "name a file that exists, a template such as chatml, or write the template itself"
-            yield (
-                template,
-                Problem(f"there is no file {template}", row_set.where("data.chat_template"), hint, "no-such-file"),
-            )
+            place = row_set.where("data.chat_template")
+            yield template, Problem(f"there is no file {template}", place, hint, "no-such-file")
     if run.lora.adapter and find_adapter(run) is None:
         text = f"no adapter_config.json in {run.lora.adapter}"
-        yield (
-            run.lora.adapter,
-            Problem(text, where("lora.adapter"), "name a folder that PEFT or windlass saved", "no-adapter"),
-        )
+        hint = "name a folder that PEFT or windlass saved"
+        yield run.lora.adapter, Problem(text, where("lora.adapter"), hint, "no-adapter")
     if Path(run.folder).is_file():
         text = f"{run.folder} is a file"
         yield run.folder, Problem(text, where("train.output_dir"), "name a folder: the run creates it", "not-a-folder")
@@ -138,9 +134,8 @@ def read_prompt_lines(file: str, place: str) -> list[str]:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(
-            f"{file} can't be read: {why}", place, "name a file with one prompt per line", "unreadable"
-        ) from None
+        hint = "name a file with one prompt per line"
+        raise UserError(f"{file} can't be read: {why}", place, hint, "unreadable") from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise UserError(f"{file} contains no prompt", place, "write one prompt per line", "no-prompt")

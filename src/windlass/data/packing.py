@@ -167,7 +167,8 @@ def write_rows(
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for number, documents in enumerate(sets):
             members, row_edges = group_documents(documents, capacity)
-            lengths.append(np.add.reduceat(documents.padded_lengths[members], row_edges[:-1], dtype=np.int64))
+            padded = documents.sides.max(1) * documents.sides.shape[1]  # the sequences of pairs to the longer one
+            lengths.append(np.add.reduceat(padded[members], row_edges[:-1], dtype=np.int64))
             for start in range(0, len(row_edges) - 1, ROWS_PER_BLOCK):
                 block = row_edges[start : start + ROWS_PER_BLOCK + 1]
                 taken = documents.take(members[block[0] : block[-1]])

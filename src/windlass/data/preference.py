@@ -11,7 +11,7 @@ from typing import Any, Final
 from windlass.data.answers import RenderedRow, common_prefix_length
 from windlass.data.chat import ChatTemplate
 from windlass.data.formats import Format, FormatRequest, FormatSpec, alpaca_reader, as_text, guess_columns, render_chat
-from windlass.data.messages import FLAGS, arguments_as_text
+from windlass.data.messages import FLAGS
 from windlass.data.reading import Row
 from windlass.errors import UserError, Where
 from windlass.runfile import Data
@@ -128,9 +128,7 @@ def make_pair_format(
         before, answers = read(row)
         if template is None or isinstance(before, str):
             return {"messages": [], "tools": None}
-        turns = template.read([*before, *answers[0]])
-        messages = [arguments_as_text(turn.message) for turn in turns]
-        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+        return template.write_request([*before, *answers[0]], row.get(tools or ""))
 
     what = f"{prompt[0]!r}, then {chosen!r} or {rejected!r}" if prompt else f"{chosen!r} and {rejected!r}"
     through = f" through {template.source}" if template and is_chat else ""

@@ -167,11 +167,6 @@ def read_chunks(parts: Iterable[SplitPart], most: int | None = None) -> Iterator
     yield from found if most is None else within(found, 0, most)
 
 
-def iter_located_rows(parts: Iterable[SplitPart]) -> Iterator[tuple[Path, int, Row]]:
-    for chunk in read_chunks(parts):
-        yield from ((chunk.path, number, row) for number, row in enumerate(chunk.rows(), chunk.first))
-
-
 def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
     """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
 
@@ -182,7 +177,9 @@ def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator
     for part in parts:
         kind = part.source.format
         if part.start or part.stop:
-            yield from islice(iter_located_rows([part]), wanted)
+            chunks = read_chunks([part])
+            rows = ((c.path, number, row) for c in chunks for number, row in enumerate(c.rows(), c.first))
+            yield from islice(rows, wanted)
             continue
         for path in part.files:
             if kind == "parquet":
@@ -190,8 +187,8 @@ def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator
             elif kind in ("text", "jsonl"):
                 left = yield from _sample_lines(path, kind, stride, left)
             else:
-                rows = enumerate(read_file(path, kind), 1)
-                yield from ((path, number, row) for number, row in islice(rows, 0, None, stride))
+                numbered = enumerate(read_file(path, kind), 1)
+                yield from ((path, number, row) for number, row in islice(numbered, 0, None, stride))
 
 
 def _sample_lines(path: Path, kind: str, stride: int, left: int) -> Generator[tuple[Path, int, Row], None, int]:
@@ -379,9 +376,8 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         for row in reader:
             if None in row:
-                raise UserError(
-                    "more fields than the header names", f"{path}:{reader.line_num}", "quote the field", "extra-fields"
-                )
+                problem = "more fields than the header names"
+                raise UserError(problem, f"{path}:{reader.line_num}", "quote the field", "extra-fields")
             yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
 
 

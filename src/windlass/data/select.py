@@ -55,24 +55,15 @@ def list_training_sets(data: Data, where: Where) -> list[RowSet]:
     ] or [RowSet("train", data, where)]
 
 
-def list_evaluation_sets(data: Data, where: Where) -> list[RowSet]:
-    """Return the named evaluation sets, without validation splits and held-out rows."""
-    return [
-        RowSet(name, data.of(part), locate_key(where, f"data.eval.{name}"), evaluated=True)
-        for name, part in data.eval.items()
-    ]
-
-
-def list_kept_sets(data: Data, where: Where) -> list[RowSet]:
-    """Return the sets that should not get worse."""
-    return [
-        RowSet(name, data.of_kept(part), locate_key(where, f"data.keep.{name}"), evaluated=True, kept=True)
-        for name, part in data.keep.items()
-    ]
-
-
 def list_all_sets(data: Data, where: Where) -> list[RowSet]:
-    return [*list_training_sets(data, where), *list_evaluation_sets(data, where), *list_kept_sets(data, where)]
+    """Return the training sets, then the named evaluation sets, then those that should not get worse."""
+    named = [("eval", name, data.of(part)) for name, part in data.eval.items()]
+    named += [("keep", name, data.of_kept(part)) for name, part in data.keep.items()]
+    evaluated = [
+        RowSet(name, section, locate_key(where, f"data.{key}.{name}"), evaluated=True, kept=key == "keep")
+        for key, name, section in named
+    ]
+    return [*list_training_sets(data, where), *evaluated]
 
 
 def locate_key(where: Where, prefix: str) -> Where:

@@ -83,16 +83,16 @@ def sample_token_rows(
         for number, columns in _pick_rows(selection, sample or 1, row, run.train.order_seed):
             place = partial(lambda parts, number, _: locate_row(parts, number), selection.train, number)
             documents = tokenize([columns], format_, tokenizer, run.data.length, place=place)
-            spans = [*documents.side_spans()] or [slice(0, 0)]
+            spans = [*documents.spans(sides=True)] or [slice(0, 0)]
             for part, span in enumerate(spans, 1):
-                tokens = _list_tokens(documents.ids[span], documents.supervised[span], tokenizer)
-                summary = _summarize(documents, tokens)
+                texts = _describe_tokens(documents.ids[span], documents.supervised[span], tokenizer)
+                summary = _summarize(documents, texts["tokens"])
                 if format_.pairs:
                     summary = f"{SIDES[part - 1]}, {summary}"
                 elif len(spans) > 1:
                     summary += f" (row {part} of the {len(spans)} that this chat became)"
                 facts = {"source": selection.name, "row": number + 1, "format": format_.name, "description": summary}
-                shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
+                shown.append({**facts, **texts})
     return shown
 
 
@@ -104,33 +104,30 @@ def _show_prepared_row(loaded: Loaded, number: int, tokenizer: Any, say: Say) ->
             raise UserError("no such row was prepared", f"--prepared-row {number}", hint, "no-such-row")
         shown = []
         for ids, supervised in iter_documents(data.train.slice(number, 1).replace_schema_metadata()):
-            tokens = _list_tokens(ids, supervised, tokenizer)
-            facts = {"source": "prepared rows", "row": number, "description": format_plural(len(tokens), "token")}
-            shown.append({**facts, "parts": _split_into_parts(tokens, tokenizer), "tokens": tokens})
+            facts = {"source": "prepared rows", "row": number, "description": format_plural(len(ids), "token")}
+            shown.append({**facts, **_describe_tokens(ids, supervised, tokenizer)})
     return shown
 
 
-def _list_tokens(ids: Any, supervised: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def _describe_tokens(ids: Any, supervised: Any, tokenizer: Any) -> dict[str, list[dict[str, Any]]]:
+    """Return a row's tokens, and parts of its text: each special token, and each run of others that the loss is
+    computed on or not."""
     flags = enumerate(zip(ids.tolist(), supervised.tolist(), strict=True))
-    return [{"id": id_, "text": tokenizer.decode([id_]), "loss": bool(at and flag)} for at, (id_, flag) in flags]
-
-
-def _split_into_parts(tokens: Sequence[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """Join tokens to text: a part for each special token and each run of others that the loss is computed on or not."""
+    tokens = [{"id": id_, "text": tokenizer.decode([id_]), "loss": bool(at and flag)} for at, (id_, flag) in flags]
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     parts = []
     written = ""
-    ids: list[int] = []
+    joined: list[int] = []
     marks = [(token["loss"], place if token["id"] in special else None) for place, token in enumerate(tokens)]
     for (trained, alone), run in itertools.groupby(zip(marks, tokens, strict=True), key=lambda each: each[0]):
         own = [token["id"] for _, token in run]
-        ids += own
-        text = tokenizer.decode(ids, skip_special_tokens=False)
+        joined += own
+        text = tokenizer.decode(joined, skip_special_tokens=False)
         # The whole row decoded so far, because words lose the space before them if they are decoded alone.
         added = text.removeprefix(written) if text.startswith(written) else tokenizer.decode(own)
         parts.append({"text": added, "trained": trained, "special": alone is not None})
         written = text
-    return parts
+    return {"parts": parts, "tokens": tokens}
 
 
 def _pick_rows(selection: RowSet, sample: int, row: int | None, seed: int) -> list[tuple[int, dict[str, Any]]]:

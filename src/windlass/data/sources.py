@@ -43,9 +43,8 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[SplitPart, ...]:
         alike = [split for split in splits if canonical_split(split) == canonical_split(name)]
         if name not in splits and len(alike) != 1:
             hint = "name one of these, or hold rows out of the training split with data.val_fraction"
-            raise UserError(
-                f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint, "no-such-split"
-            )
+            problem = f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}"
+            raise UserError(problem, where, hint, "no-such-split")
         parts.append(SplitPart(source, name if name in splits else alike[0], match["start"] or "", match["stop"] or ""))
     return tuple(parts)
 

@@ -65,9 +65,8 @@ def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
         hint = f"did you mean {close[0]}?" if close else f"write one of {', '.join(names)}, a file, or the template"
         raise UserError(f"no chat template {asked!r}: {error.strerror}", place, hint, "no-such-template") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{asked} is not a chat template: {error}", place, "name a .jinja file", "not-a-template"
-        ) from None
+        problem = f"{asked} is not a chat template: {error}"
+        raise UserError(problem, place, "name a .jinja file", "not-a-template") from None
 
 
 def parse_template(template: str) -> nodes.Template:
@@ -170,12 +169,8 @@ def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) ->
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"remove it; the template uses {', '.join(known)}"
-            raise UserError(
-                f"the chat template doesn't use a variable {name!r}",
-                where("data.template_kwargs"),
-                hint,
-                "unused-variable",
-            )
+            problem = f"the chat template doesn't use a variable {name!r}"
+            raise UserError(problem, where("data.template_kwargs"), hint, "unused-variable")
 
 
 def run_within(seconds: float, work: Callable[[], Any]) -> Any:

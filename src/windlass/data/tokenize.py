@@ -189,11 +189,8 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
     backend.no_padding()
     encoded: list[Encoded] = [([], None, False) if one.ids is None else wrap_tokens(one, one.ids) for one in rendered]
     for closed, partial in itertools.product((False, True), repeat=2):
-        chosen = [
-            i
-            for i, one in enumerate(rendered)
-            if one.ids is None and (one.closed, not one.everything) == (closed, partial)
-        ]
+        wanted = (closed, not partial)
+        chosen = [i for i, one in enumerate(rendered) if one.ids is None and (one.closed, one.everything) == wanted]
         markers = read_markers(tokenizer, len(tokenizer)) if closed and partial else None
         if closed and (markers is not None or not partial):
             plain = dict(zip(chosen, encode_texts([rendered[i].text for i in chosen], tokenizer), strict=True))
@@ -203,15 +200,13 @@ def encode_batch(rendered: Sequence[RenderedRow], tokenizer: Any) -> list[Encode
             chosen = [i for i in chosen if partial and encoded[i][1] is None]
         # Offsets take time: requested only if parts are supervised.
         call = backend.encode_batch if partial else backend.encode_batch_fast
-        for i, done in zip(
-            chosen, call([rendered[i].text for i in chosen], add_special_tokens=not closed), strict=True
-        ):
-            flags, straddles = None, False
+        results = call([rendered[i].text for i in chosen], add_special_tokens=not closed)
+        for i, done in zip(chosen, results, strict=True):
+            encoded[i] = (done.ids, None, False)
             if partial:
-                flags, straddles = find_supervised_tokens(
-                    done, rendered[i].spans, rendered[i].text, closed=closed, tokenizer=tokenizer
-                )
-            encoded[i] = (done.ids, flags, straddles)
+                spans, text = rendered[i].spans, rendered[i].text
+                found = find_supervised_tokens(done, spans, text, closed=closed, tokenizer=tokenizer)
+                encoded[i] = (done.ids, *found)
     return encoded
 
 

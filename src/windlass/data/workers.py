@@ -103,20 +103,16 @@ def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Result:
         worker.stdin.flush()
         answer = pickle.load(worker.stdout)
     except (EOFError, OSError, pickle.UnpicklingError):
-        raise lost_worker_error(worker.wait()) from None
+        status = worker.wait()
+        how = f"exited with {status}"
+        hint = "its last words are above"
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+            hint = "if memory ran out, give the job more of it, or fewer processors: each has a process"
+        raise RunError(f"a process that tokenizes {how}", "data", hint, "lost-process") from None
     if isinstance(answer, Exception):
         raise answer
     return cast(Result, answer)
-
-
-def lost_worker_error(status: int) -> RunError:
-    """Return the error for a process that ended before its work did."""
-    how = f"exited with {status}"
-    hint = "its last words are above"
-    if status < 0:
-        how = f"was killed by {signal.Signals(-status).name}"
-        hint = "if memory ran out, give the job more of it, or fewer processors: each has a process"
-    return RunError(f"a process that tokenizes {how}", "data", hint, "lost-process")
 
 
 def serve() -> None:

@@ -14,13 +14,7 @@ from typing import Any, Final
 
 from windlass.data.inputs import fingerprint_inputs
 from windlass.data.reading import RowCount, read_rows, sample_rows
-from windlass.data.select import (
-    RowSet,
-    count_per_epoch,
-    list_evaluation_sets,
-    list_kept_sets,
-    list_training_sets,
-)
+from windlass.data.select import RowSet, count_per_epoch, list_all_sets, list_training_sets
 from windlass.data.sources import count_rows, parse_split, resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
@@ -217,20 +211,17 @@ def sample_data(data: Data, tokenizer: Path | None, where: Where) -> DataSample:
     opened = _open_tokenizer(tokenizer)
     train = []
     evaluated = []
+    kept: list[SplitSample] = []
     for of in trained:
         validation = _sample_split(of, of.data.validation_split, "data.val_split", wanted // 4, opened)
         fraction = 0.0 if validation else of.data.val_fraction or 0.0
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted, opened, fraction)
         train += [split] if split else [SplitSample(of, RowCount(None, "the training split is missing"))]
         evaluated += [validation] if validation else []
-    for of in list_evaluation_sets(data, where):
+    for of in list_all_sets(data, where)[len(trained) :]:
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened)
-        evaluated += [split] if split else []
-    kept = [
-        split
-        for of in list_kept_sets(data, where)
-        if (split := _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened))
-    ]
+        if split:
+            (kept if of.kept else evaluated).append(split)
     return DataSample(train, evaluated, tokenizer, kept)
 
 
