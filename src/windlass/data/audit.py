@@ -445,11 +445,10 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         why = "a token spans the edge of the supervised part and is supervised"
         warnings.append(f"in {rows} {why}: let the white space at the edge belong to that part")
     if train["documents"] and (not train["answers_ended"] or unended > train["truncated"]):
-        share = (
-            f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which"
-        )
-        remedy_of_ends = "take a data.chat_template that closes the assistant's turn with one, behind the last turn too"
-        warnings.append(f"{share} generation stops, {lesson}: {remedy_of_ends}")
+        rows = f"in {unended / max(1, train['documents']):.1%} of the rows"
+        ends = f"no supervised part ends with a token at which generation stops, {lesson}"
+        closing = "take a data.chat_template that closes the assistant's turn with one, behind the last turn too"
+        warnings.append(f"{rows} {ends}: {closing}")
     if shared["documents"]:
         rows = format_are(shared["documents"], "validation row")
         warnings.append(f"{rows} in the training set as well ({shared['share']:.1%})")

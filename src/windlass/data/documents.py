@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,19 @@ def assemble(
     def locate(numbers: Sequence[int]) -> str:
         return f"{place(*numbers[:FIRST])}{', …' if len(numbers) > FIRST else ''}"
 
-    unfit = {kind_of: numbers for (what, kind_of), (_, numbers) in found.items() if what == UNFIT}
-    pairs = rows - documents.counts["empty"]
-    problems = describe_unfit_pairs(unfit, pairs, longest, max_length, kind.cuts_prompts)
-    raise_all([Problem(problem, locate(unfit[code]), hint, code) for code, problem, hint in problems])
+    pairs = format_plural(rows - documents.counts["empty"], "pair")
+    too_long = f"a sequence longer than data.max_length {max_length:,}: up to {longest:,} tokens"
+    hint = f"set data.max_length: {longest}, or data.truncation: prompt"
+    if kind.cuts_prompts:
+        too_long = f"an answer that is, with a token of its prompt, longer than data.max_length {max_length:,}: "
+        too_long += f"up to {longest:,} tokens"
+        hint = f"set data.max_length: {longest}, or leave out such rows"
+    wrong = {
+        "empty-answer": ("an answer without a token that loss is computed on", "fix or leave out such rows"),
+        "too-long": (too_long, hint),
+    }
+    unfit = [(code, found[UNFIT, code][1], *wrong[code]) for code in wrong if (UNFIT, code) in found]
+    raise_all([Problem(f"{len(n):,} of {pairs} with {what}", locate(n), do, code) for code, n, what, do in unfit])
     documents.left_out = tuple(
         f"{format_plural(len(numbers), 'row')} left out ({why}): {locate(numbers)}"
         for (what, why), (_, numbers) in found.items()
@@ -214,25 +223,6 @@ def assemble(
         if what == REMARK
     )
     return documents
-
-
-def describe_unfit_pairs(
-    unfit: Mapping[str, Sequence[int]], pairs: int, longest: int, max_length: int, cuts_prompts: bool
-) -> list[tuple[str, str, str]]:
-    """Return the code, the problem and a hint for pairs that can't be trained on."""
-    limit = f"longer than data.max_length {max_length:,}"
-    too_long = f"a sequence {limit}: up to {longest:,} tokens"
-    hint = f"set data.max_length: {longest}, or data.truncation: prompt"
-    if cuts_prompts:
-        too_long = f"an answer that is, with a token of its prompt, {limit}: up to {longest:,} tokens"
-        hint = f"set data.max_length: {longest}, or leave out such rows"
-    wrong = {
-        "empty-answer": ("an answer without a token that loss is computed on", "fix or leave out such rows"),
-        "too-long": (too_long, hint),
-    }
-    count = format_plural(pairs, "pair")
-    found = [(code, *wrong[code]) for code in wrong if code in unfit]
-    return [(code, f"{len(unfit[code]):,} of {count} with {what}", hint) for code, what, hint in found]
 
 
 def hold_out(documents: Documents, fraction: float, place: str) -> tuple[Documents, Documents]:

@@ -265,8 +265,7 @@ def chat_format(request: FormatRequest, column: str = "messages") -> Format:
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         return [*first, *messages] if messages else []
 
-    template = request.chat_template()
-    return make_chat_format(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
+    return make_chat_format(request, f"chats in {name!r}", messages_of, tools, column, (name,))
 
 
 def alpaca_reader(request: FormatRequest) -> Callable[[Row], list[Any]]:
@@ -304,9 +303,7 @@ def alpaca_format(request: FormatRequest) -> Format:
         return [*read(row), {"role": "assistant", "content": answer}] if answer.strip() else []
 
     what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
-    return make_chat_format(
-        request, what, request.chat_template("alpaca"), messages_of, None, "alpaca", (instruction, output)
-    )
+    return make_chat_format(request, what, messages_of, None, "alpaca", (instruction, output))
 
 
 LOSS = {
@@ -330,13 +327,13 @@ def render_chat(
 def make_chat_format(
     request: FormatRequest,
     what: str,
-    template: ChatTemplate,
     messages_of: Callable[[Row], list[Any]],
     tools: str | None,
     name: str,
     needs: tuple[str, ...],
 ) -> Format:
     """Rows that are chats or are converted to chats."""
+    template = request.chat_template("alpaca" if name == "alpaca" else "mistral")
     everything = request.data.completion_only_loss is False
     if everything and template.turns in ("last", "each"):
         problem = "the loss is computed on everything (data.completion_only_loss)"

@@ -123,12 +123,6 @@ def hash_text(facts: Any) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def is_expected_here(path: str) -> bool:
-    """Return whether a path should be on this machine, not another: its folder is, or it is relative to this one."""
-    parent = Path(path).expanduser().parent
-    return parent.is_dir() or not parent.is_absolute()
-
-
 def read_prompt_lines(file: str, place: str) -> list[str]:
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()

@@ -149,9 +149,9 @@ def prepare_data(
     batching = PACKED if data.packs else LENGTH_GROUPED if run.pads else PADDING_FREE
     sampled = STREAM_AUDIT_ROWS if data.streaming else None
     audit = complete_audit(folder, run, chosen, batching, batch or run.train.least_batch, sampled)
-    trained = [rows for rows in sets if not rows.evaluated]
-    mix = [audit["sources"][rows.name] for rows in trained if data.mix]
-    shares = tuple((figures["sequences"], figures["in_epoch"]) for figures in mix if not data.streaming)
+    mix = [rows.name for rows in sets if data.mix and not rows.evaluated]
+    figures = [audit["sources"][name] for name in mix if not data.streaming]
+    shares = tuple((each["sequences"], each["in_epoch"]) for each in figures)
     if data.streaming:  # only its first rows are tokenized by now
         remarks = [remark for split in audit["splits"].values() for remark in split["remarks"]]
         dated = any(remark["kind"] == "date" for remark in remarks)
@@ -163,8 +163,8 @@ def prepare_data(
         audit["sequences"] = {"train": 0, "validation": 0, "keep": 0, **made, **epoch}
         audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
         audit["sequences"]["files"] = fingerprint_rows(data, where)
-    wrote = [(rows.name, format_.template) for rows, format_ in chosen if not rows.evaluated]
-    template, notes = find_trained_template(wrote)
+    written = [(rows, format_) for rows, format_ in chosen if not rows.evaluated]
+    template, notes = find_trained_template((rows.name, format_.template) for rows, format_ in written)
     notes = [*(note for format_ in formats for note in format_.notes), *notes]
     add_notes(audit, notes, evaluates=any(rows.validated for rows in sets))
     if audited is not None:
@@ -176,8 +176,7 @@ def prepare_data(
     maps = {split: open_rows(folder / f"{split}.arrow") for split in audit["splits"]}
     train: pa.Table | IterableDataset = maps["train"]
     if data.streaming:
-        streams = [(rows, format_) for rows, format_ in chosen if not rows.evaluated]
-        train = stream_rows(streams, tokenizer, data.length, data.length if data.packs else None, run.train.order_seed)
+        train = stream_rows(written, tokenizer, data.length, data.length if data.packs else None, run.train.order_seed)
     return PreparedData(
         train,
         maps.get("validation"),
@@ -187,7 +186,7 @@ def prepare_data(
         None if data.streaming else np.load(folder / "train.rows.npy"),
         batching,
         run.masked,
-        sources=tuple(rows.name for rows in trained) if data.mix else (),
+        sources=tuple(mix),
         evaluated=tuple(audit["evaluated"]),
         keep=maps.get("keep"),
         kept=tuple(audit["kept"]),

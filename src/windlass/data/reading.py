@@ -23,6 +23,7 @@ from windlass.errors import UserError
 from windlass.files import refuse_duplicate_keys
 
 Row = dict[str, Any]
+Parser = Callable[[Path, Any], Iterator[Row]]
 JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
 JSON_KINDS |= {bool: "true or false", type(None): "null"}
 BATCH = 1000
@@ -94,7 +95,8 @@ class Chunk:
 
     def rows(self) -> Iterator[Row]:
         with explain_damage(self.path, self.kind):
-            yield from PARSERS[self.kind](self.path, self.items)
+            parse = FILE_FORMATS[self.kind][2]
+            yield from parse(self.path, self.items) if parse else self.items
 
     def cut(self, start: int, stop: int) -> Chunk:
         start = max(0, start)
@@ -103,7 +105,7 @@ class Chunk:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a record batch alone, without the table that it is a slice of."""
         items = self.items
-        if PARSERS[self.kind] is parse_batch:
+        if FILE_FORMATS[self.kind][2] is parse_batch:
             import pyarrow as pa
 
             sink = pa.BufferOutputStream()
@@ -198,7 +200,7 @@ def _sample_lines(path: Path, kind: str, stride: int, left: int) -> Generator[tu
         for number, (line, text) in enumerate(filled):
             left -= len(text)
             if left >= 0 or not number % stride:
-                (row,) = PARSERS[kind](path, [(line, text) if kind == "jsonl" else text])
+                (row,) = parse_json_lines(path, [(line, text)]) if kind == "jsonl" else parse_text(path, [text])
                 if not number % stride:
                     yield path, number + 1, row
     return left
@@ -431,25 +433,18 @@ def read_parsed(read: Callable[[Path], Iterator[Row]], path: Path) -> Iterator[l
     raise error
 
 
-# Suffixes of each format, and what yields a chunk's items. If a folder has the same rows in several formats, the first
-# is read.
-FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]]]] = {
-    "parquet": ((".parquet",), read_batches),
-    "arrow": ((".arrow",), read_batches),
-    "jsonl": ((".jsonl", ".ndjson"), read_json_lines),
-    "json": ((".json",), partial(read_parsed, read_json_rows)),
-    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=","))),
-    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t"))),
-    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines),
+# Suffixes of each format, what yields a chunk's items, and what makes rows of them (None: they are rows). If a folder
+# has the same rows in several formats, the first is read.
+FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]], Parser | None]] = {
+    "parquet": ((".parquet",), read_batches, parse_batch),
+    "arrow": ((".arrow",), read_batches, parse_batch),
+    "jsonl": ((".jsonl", ".ndjson"), read_json_lines, parse_json_lines),
+    "json": ((".json",), partial(read_parsed, read_json_rows), None),
+    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=",")), None),
+    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t")), None),
+    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines, parse_text),
 }
-# What makes rows of a chunk's items.
-PARSERS: dict[str, Callable[[Path, Any], Iterator[Row]]] = {
-    **dict.fromkeys(("parquet", "arrow"), parse_batch),
-    **dict.fromkeys(("json", "csv", "tsv"), lambda _, rows: iter(rows)),
-    "jsonl": parse_json_lines,
-    "text": parse_text,
-}
-SUFFIXES = {suffix: kind for kind, (suffixes, _) in FILE_FORMATS.items() for suffix in suffixes}
+SUFFIXES = {suffix: kind for kind, (suffixes, *_) in FILE_FORMATS.items() for suffix in suffixes}
 
 
 def detect_format(path: Path) -> str | None:

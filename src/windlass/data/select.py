@@ -11,7 +11,6 @@ from windlass.runfile import Data, RunFile
 from windlass.runfile.names import EVALUATED_SCHEDULES
 from windlass.runfile.rows import MixedSet
 
-VALIDATION = "validation"  # name of the evaluation set of a run with a single data set
 # Rows whose keys together form the columns: JSON lines need not all have the same keys.
 HEAD_ROWS = 100
 
@@ -37,7 +36,7 @@ class RowSet:
 
     @property
     def held_out_name(self) -> str:
-        return self.name if self.part else VALIDATION
+        return self.name if self.part else "validation"
 
     @property
     def source(self) -> Source:

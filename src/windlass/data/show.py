@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -189,14 +188,10 @@ def print_audit(audit: Mapping[str, Any], console: Console | None = None) -> Non
     bars = [(f"{low:,}–{high:,}", f"{count:,}", "█" * round(40 * count / most)) for low, high, count in histogram]
     counted = "sequences" if of_pairs else "documents"
     parts.append(_table({"tokens": "right", counted: "right", "": "left"}, bars))
-    ways = [
-        (
-            f"{'→' if way == batching['configured'] else ' '} {way}",
-            f"{f['micro_batches']:,}",
-            f"{f['useful_share']:.1%}",
-        )
-        for way, f in batching.get("ways", {}).items()
-    ]
+    ways = []
+    for way, f in batching.get("ways", {}).items():
+        mark = "→" if way == batching["configured"] else " "
+        ways.append((f"{mark} {way}", f"{f['micro_batches']:,}", f"{f['useful_share']:.1%}"))
     parts.append(_table({"batching": "left", "micro-batches": "right", "tokens of positions": "right"}, ways))
     for sample in audit["samples"]:
         name = f"{sample['split']} document {sample['document']:,}"
@@ -239,7 +234,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], console: Console | None = None
     for row in rows:
         console.print(_describe_row(row))
         text = Text()
-        for trained, parts in groupby(row["parts"], key=lambda part: part["trained"]):
+        for trained, parts in itertools.groupby(row["parts"], key=lambda part: part["trained"]):
             text.append("[[" if trained else "", "green")
             for part in parts:
                 style = "green" if trained else "default"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Input for which another process is worth its start, which takes as long as this much of tokenizing.
 WORKER_BYTES = 4 << 20
 AHEAD = 2  # chunks for each process that are in work or wait for those before them
-Result = tuple[Documents, Found]
+Tokenized = tuple[Documents, Found]
 Setup = tuple["Data", Sequence[str], Any, int]  # what makes a format, whose functions can't be sent, and max_length
 COMMAND = "from windlass.data.workers import serve; serve()"
 
@@ -42,13 +42,13 @@ def count_workers(parts: Sequence[SplitPart], tokenizer: Any) -> int:
     return max(1, min(count_usable_cpus(), size // WORKER_BYTES))
 
 
-def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Generator[Result, None, None]:
+def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Generator[Tokenized, None, None]:
     """Yield what becomes of each chunk, in their order, from at most `count` processes."""
     given = pickle.dumps(setup)
     workers: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
-    def tokenize(chunk: Chunk | UserError) -> Result:
+    def tokenize(chunk: Chunk | UserError) -> Tokenized:
         if isinstance(chunk, UserError):
             raise chunk
         questions: list[Any] = [chunk]
@@ -59,7 +59,7 @@ def tokenize_chunks(chunks: Iterable[Chunk], setup: Setup, count: int) -> Genera
         return ask(of_thread.worker, questions)
 
     with ThreadPoolExecutor(count) as threads:
-        pending: deque[Future[Result]] = deque()
+        pending: deque[Future[Tokenized]] = deque()
         try:
             for chunk in read_or_fail(chunks):
                 pending.append(threads.submit(tokenize, chunk))
@@ -93,7 +93,7 @@ def start_worker() -> subprocess.Popen[bytes]:
     )
 
 
-def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Result:
+def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Tokenized:
     """Return a process's answer to the last question, or raise the error that it had."""
     assert worker.stdin
     assert worker.stdout
@@ -112,7 +112,7 @@ def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Result:
         raise RunError(f"a process that tokenizes {how}", "data", hint, "lost-process") from None
     if isinstance(answer, Exception):
         raise answer
-    return cast(Result, answer)
+    return cast(Tokenized, answer)
 
 
 def serve() -> None:
@@ -121,7 +121,7 @@ def serve() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     questions = sys.stdin.buffer
     given = pickle.load(questions)
-    tokenize: Callable[[Chunk], Result] | None = None
+    tokenize: Callable[[Chunk], Tokenized] | None = None
     with suppress(EOFError, BrokenPipeError):
         while True:
             chunk = pickle.load(questions)
@@ -136,7 +136,7 @@ def serve() -> None:
             answers.flush()
 
 
-def make_tokenizing(given: bytes) -> Callable[[Chunk], Result]:
+def make_tokenizing(given: bytes) -> Callable[[Chunk], Tokenized]:
     data, columns, tokenizer, max_length = pickle.loads(given)
     kind = choose_format(data, columns, tokenizer)
     return lambda chunk: tokenize_rows(*render_rows(chunk.rows(), kind), kind, tokenizer, max_length)
