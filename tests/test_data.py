@@ -29,14 +29,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
-from windlass.data import audit, cache, chat, inputs, progress
+from windlass.data import audit, cache, chat, inputs, progress, tokenize
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.documents import PART_BITS, Documents, hold_out
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.reading import read_table
 from windlass.data.show import print_audit
-from windlass.data.tokenize import find_supervised_tokens
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -533,7 +532,7 @@ def test_all_tokens_of_a_spans_last_character_are_supervised(tokenizer: Any) -> 
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     of_emoji = [end > text.index("🙂") for _, end in encoding.offsets]
     assert sum(of_emoji) > 1, "one character, several tokens"
-    flags, _ = find_supervised_tokens(encoding, [(5, 6)], text)
+    flags, _ = tokenize.find_supervised_tokens(encoding, [(5, 6)], text)
     assert flags.tolist() == of_emoji
 
 

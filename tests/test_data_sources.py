@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data import progress, reading
-from windlass.data.reading import Source, SplitPart
 from windlass.data.sources import count_rows, parse_split, resolve_source
 from windlass.errors import Problem, UserError
 from windlass.plan.rows import ROWS, sample_data
 from windlass.runfile import Data
 
-SOURCE = Source("", None, "", "", {"train": (), "extra": ()})
+SOURCE = reading.Source("", None, "", "", {"train": (), "extra": ()})
 
 
 def data(name: str | Path, **more: Any) -> Data:
@@ -139,9 +138,9 @@ def test_missing_paths_and_hub_names_are_reported(tmp_path: Path) -> None:
 
 
 def test_slices_are_parsed(tmp_path: Path) -> None:
-    parts = (SplitPart(SOURCE, "train", "", "5%"), SplitPart(SOURCE, "extra"))
+    parts = (reading.SplitPart(SOURCE, "train", "", "5%"), reading.SplitPart(SOURCE, "extra"))
     assert parse_split("train[:5%]+extra", SOURCE, "x") == parts
-    assert SplitPart(SOURCE, "train", "40", "10").bounds(50) == (40, 40)
+    assert reading.SplitPart(SOURCE, "train", "40", "10").bounds(50) == (40, 40)
     for wrong in ("train[5%]", "train[a:b]", "", "train[:5%", "train[1:2:3]"):
         with pytest.raises(UserError, match="is not a split"):
             parse_split(wrong, SOURCE, "x")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from windlass.runfile import Data, RunFile
 
 Audit = dict[str, Any]
+Chosen = Sequence[tuple[RowSet, Format]]
 Lengths = npt.NDArray[np.int64]
 Runs = npt.NDArray[np.uint64]
 # Ways to batch rows, by their names in data.json.
@@ -316,14 +317,7 @@ def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -
     return samples
 
 
-def complete_audit(
-    folder: Path,
-    run: RunFile,
-    chosen: Sequence[tuple[RowSet, Format]],
-    batching: str,
-    batch: int,
-    sampled: int | None,
-) -> Audit:
+def complete_audit(folder: Path, run: RunFile, chosen: Chosen, batching: str, batch: int, sampled: int | None) -> Audit:
     """Return the audit of the cached folder with what this run does with its rows. sampled: rows of a stream that were
     audited."""
     data = run.data

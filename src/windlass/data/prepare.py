@@ -18,6 +18,7 @@ from windlass.data.audit import (
     LENGTH_GROUPED,
     PACKED,
     PADDING_FREE,
+    Chosen,
     add_notes,
     audit_splits,
     complete_audit,
@@ -138,18 +139,24 @@ def prepare_data(
     chosen = list(zip(sets, formats, strict=True))
 
     # 2. Tokens: from the cache, or made now.
+    mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
     inputs = describe_inputs(data, sets, [format_.identity for format_ in formats], tokenizer)
-    key = compute_cache_key(inputs, sets, find_mistral_file(Path(tokenizer.name_or_path)))
+    key = compute_cache_key(inputs, sets, mistral_file)
+    compared = {"inputs": fingerprint_inputs(data, Path(tokenizer.name_or_path), where)}
+    compared["files"] = fingerprint_rows(data, where)
     cache = cache if cache is not None else Path(run.train.output_dir) / "tokens"
     if spare is not None and not (cache / key).exists():
         cache = spare
-    folder = get_or_create(cache, key, lambda into: write_tokens(into, data, chosen, tokenizer), say, spare)
+    make = partial(write_tokens, data, chosen, tokenizer, mistral_file)
+    folder = get_or_create(cache, key, make, say, spare)
 
     # 3. The audit, and what it finds wrong.
+    trained = [(rows, format_) for rows, format_ in chosen if not rows.evaluated]
+    template, notes = find_trained_template((rows.name, format_.template) for rows, format_ in trained)
     batching = PACKED if data.packs else LENGTH_GROUPED if run.pads else PADDING_FREE
     sampled = STREAM_AUDIT_ROWS if data.streaming else None
     audit = complete_audit(folder, run, chosen, batching, batch or run.train.least_batch, sampled)
-    mix = [rows.name for rows in sets if data.mix and not rows.evaluated]
+    mix = [rows.name for rows, _ in trained if data.mix]
     figures = [audit["sources"][name] for name in mix if not data.streaming]
     shares = tuple((each["sequences"], each["in_epoch"]) for each in figures)
     if data.streaming:  # only its first rows are tokenized by now
@@ -160,11 +167,7 @@ def prepare_data(
     else:  # from which `plan` counts steps
         made = {split: len(np.load(folder / f"{split}.rows.npy", mmap_mode="r")) for split in audit["splits"]}
         epoch = {"train": sum(used for _, used in shares)} if shares else {}
-        audit["sequences"] = {"train": 0, "validation": 0, "keep": 0, **made, **epoch}
-        audit["sequences"]["inputs"] = fingerprint_inputs(data, Path(tokenizer.name_or_path), where)
-        audit["sequences"]["files"] = fingerprint_rows(data, where)
-    written = [(rows, format_) for rows, format_ in chosen if not rows.evaluated]
-    template, notes = find_trained_template((rows.name, format_.template) for rows, format_ in written)
+        audit["sequences"] = {"train": 0, "validation": 0, "keep": 0, **made, **epoch, **compared}
     notes = [*(note for format_ in formats for note in format_.notes), *notes]
     add_notes(audit, notes, evaluates=any(rows.validated for rows in sets))
     if audited is not None:
@@ -176,7 +179,7 @@ def prepare_data(
     maps = {split: open_rows(folder / f"{split}.arrow") for split in audit["splits"]}
     train: pa.Table | IterableDataset = maps["train"]
     if data.streaming:
-        train = stream_rows(written, tokenizer, data.length, data.length if data.packs else None, run.train.order_seed)
+        train = stream_rows(trained, tokenizer, data.length, data.length if data.packs else None, run.train.order_seed)
     return PreparedData(
         train,
         maps.get("validation"),
@@ -198,11 +201,12 @@ def prepare_data(
 
 
 def write_tokens(
-    into: Path, data: Data, chosen: Sequence[tuple[RowSet, Format]], tokenizer: PreTrainedTokenizerBase
+    data: Data, chosen: Chosen, tokenizer: PreTrainedTokenizerBase, mistral_file: Path | None, into: Path
 ) -> None:
     """Write a fingerprint's folder: training and evaluation rows, their lengths, and the audit."""
     splits: dict[str, dict[str, Documents]] = {"train": {}, "validation": {}, "keep": {}}
     sequences: dict[str, list[int]] = {}
+    hashes: dict[str, str] = {}
     with closing(TokenFile(into)) as file:  # the tokens are there until they are written in their order
 
         def read(rows: RowSet, format_: Format, parts: Sequence[SplitPart], name: str, most: int | None) -> Documents:
@@ -238,11 +242,11 @@ def write_tokens(
             np.save(into / f"{split}.rows.npy", np.concatenate(lengths))
             np.save(into / f"{split}.lengths.npy", np.concatenate([documents.sides for documents in sets.values()]))
             sequences[split] = [*map(len, lengths)]
+            hashes[split] = hash_rows(into / f"{split}.arrow")
         audit = audit_splits(splits, sequences, data, tokenizer)
-    mistral_file = find_mistral_file(Path(tokenizer.name_or_path))
     audit["mistral"] = [compare_with_mistral(mistral_file, *each, tokenizer) for each in chosen]
-    audit["row_hashes"] = {split: hash_rows(into / f"{split}.arrow") for split in sorted(splits)}
-    audit["fingerprint"] = hash_text([*map(list, audit["row_hashes"].items())])
+    audit["row_hashes"] = dict(sorted(hashes.items()))
+    audit["fingerprint"] = hash_text(sorted(hashes.items()))
     (into / "audit.json").write_text(json.dumps(audit))
 
 
