@@ -323,9 +323,8 @@ class Inference:
         for span in documents.spans():
             ids, marked = documents.ids[span].tolist(), documents.supervised[span]
             # It may end with the next role's token, which a chat that the next turn changes has nowhere.
-            begun = marked[-1] and any(chat and chat[: len(ids)] == ids for chat in chats)
-            begun |= marked[-1] and ids[-1] in self.turn_ends and ids[:-1] in chats
-            if ids not in chats and not begun:
+            begun = any(chat and chat[: len(ids)] == ids for chat in chats)
+            if ids not in chats and not (marked[-1] and (begun or (ids[-1] in self.turn_ends and ids[:-1] in chats))):
                 return "ids are not those of apply_chat_template"
             ended = False
             edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]]))).reshape(-1, 2).tolist()

@@ -278,8 +278,7 @@ def test_init_plan_and_training_count_the_same_steps(
     (tmp_path / "out" / "data.json").write_text(json.dumps(audits[0]))
     again = planning.make_plan(loaded)
     assert (again.schedule.steps, again.schedule.tolerance) == (trained, 0.0)
-    assert again.run == plan.run
-    assert again.layout == plan.layout
+    assert (again.run, again.layout) == (plan.run, plan.layout)
     # Not those of other settings.
     other = planning.make_plan(read_run_file(tmp_path / "run.yaml", ["data.max_length=128"]))
     assert other.schedule.tolerance != 0.0 or packing == "false"
