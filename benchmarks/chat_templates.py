@@ -27,8 +27,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from windlass import tiny
 from windlass.data.audit import audit_split, find_warnings
 from windlass.data.choose import choose_format
+from windlass.data.documents import Documents
 from windlass.data.messages import arguments_as_text
-from windlass.data.tokenize import TokenizedRows, tokenize
+from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 from windlass.runfile import Data
 
@@ -313,7 +314,7 @@ class Inference:
             return len(trained) if spaces else size, "", notes  # a mark may take a line break more
         return 0, f"trains {self.text(trained)[-60:]!r}, not {self.text(written)[-60:]!r}", notes
 
-    def judge(self, documents: TokenizedRows, warnings: str) -> str:
+    def judge(self, documents: Documents, warnings: str) -> str:
         """Return what is wrong with the rows of a chat, or nothing."""
         chats = [self.ids(count) for count in range(1, len(self.messages) + 1)]
         left = {*self.answers}
@@ -322,9 +323,8 @@ class Inference:
         for span in documents.spans():
             ids, marked = documents.ids[span].tolist(), documents.supervised[span]
             # It may end with the next role's token, which a chat that the next turn changes has nowhere.
-            begun = marked[-1] and any(chat and chat[: len(ids)] == ids for chat in chats)
-            begun |= marked[-1] and ids[-1] in self.turn_ends and ids[:-1] in chats
-            if ids not in chats and not begun:
+            begun = any(chat and chat[: len(ids)] == ids for chat in chats)
+            if ids not in chats and not (marked[-1] and (begun or (ids[-1] in self.turn_ends and ids[:-1] in chats))):
                 return "ids are not those of apply_chat_template"
             ended = False
             edges = np.flatnonzero(np.diff(np.concatenate([[0], marked, [0]]))).reshape(-1, 2).tolist()

@@ -29,13 +29,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from windlass import tiny
-from windlass.data import audit, cache, chat, prepare, progress
+from windlass.data import audit, cache, chat, inputs, progress, tokenize
 from windlass.data.cache import SEAL, get_or_create
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.prepare import PreparedData, hold_out, prepare_data
+from windlass.data.documents import PART_BITS, Documents, hold_out
+from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.reading import read_table
 from windlass.data.show import print_audit
-from windlass.data.tokenize import PART_BITS, TokenizedRows, find_supervised_tokens
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -326,7 +326,7 @@ def test_rows_of_one_chat_are_held_out_together(fraction: float) -> None:
     chats, parts = (axis.ravel() for axis in np.meshgrid(np.arange(1, 6), np.arange(4), indexing="ij"))
     hashes = (chats.astype(np.uint64) * np.uint64(12345) << np.uint64(PART_BITS)) | parts.astype(np.uint64)
     ones = np.ones(20, np.int64)
-    documents = TokenizedRows(np.arange(20, dtype=np.int32), np.ones(20, bool), ones, hashes, {"rows": 5})
+    documents = Documents(np.arange(20, dtype=np.int32), np.ones(20, bool), ones, hashes, {"rows": 5})
     train, validation = (
         {int(one) >> PART_BITS for one in part.hashes} for part in hold_out(documents, fraction, "data.val_fraction")
     )
@@ -431,10 +431,10 @@ def test_near_duplicates_are_those_that_sets_of_runs_tell(monkeypatch: pytest.Mo
     monkeypatch.setattr(audit, "HASHED_TOKENS", 64)
     rng = np.random.default_rng(0)
 
-    def documents(rows: list[list[int]]) -> TokenizedRows:
+    def documents(rows: list[list[int]]) -> Documents:
         ids = np.concatenate(rows).astype(np.int32)
         lengths = np.array([*map(len, rows)])
-        return TokenizedRows(ids, np.ones(len(ids), np.bool_), lengths, np.arange(len(rows), dtype=np.uint64))
+        return Documents(ids, np.ones(len(ids), np.bool_), lengths, np.arange(len(rows), dtype=np.uint64))
 
     def runs(row: list[int]) -> set[tuple[int, ...]]:
         return {tuple(row[i : i + audit.RUN]) for i in range(len(row) - audit.RUN + 1)}
@@ -532,7 +532,7 @@ def test_all_tokens_of_a_spans_last_character_are_supervised(tokenizer: Any) -> 
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     of_emoji = [end > text.index("🙂") for _, end in encoding.offsets]
     assert sum(of_emoji) > 1, "one character, several tokens"
-    flags, _ = find_supervised_tokens(encoding, [(5, 6)], text)
+    flags, _ = tokenize.find_supervised_tokens(encoding, [(5, 6)], text)
     assert flags.tolist() == of_emoji
 
 
@@ -686,7 +686,7 @@ def test_the_fingerprint_follows_what_the_tokens_depend_on(
 ) -> None:
     if sampled:  # as of a file over 1 GiB
         monkeypatch.setattr(cache, "BLOCK_BYTES", 16)
-        monkeypatch.setattr(prepare, "HASHED_BYTES", 64)
+        monkeypatch.setattr(inputs, "HASHED_BYTES", 64)
     seen = []
 
     def prepare_again(tokenizer: Any = tokenizer, **section: Any) -> None:

@@ -24,7 +24,7 @@ from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.choose import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
-from windlass.data.variables import list_searched
+from windlass.data.template import list_searched
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 

@@ -9,7 +9,8 @@ import pytest
 
 from windlass import tiny
 from windlass.data.mistral_ids import open_encoder
-from windlass.data.prepare import open_tokenizer, prepare_data
+from windlass.data.prepare import prepare_data
+from windlass.data.tokenize import open_tokenizer
 from windlass.model import find_base
 from windlass.runfile import RunFile
 
@@ -70,8 +71,7 @@ def test_the_first_token_that_mistral_common_writes_otherwise_is_named(
     assert all(words in text for words in said), text
     # The next start has it from the cache of tokens, unless the file is another.
     before = open_encoder.cache_info()
-    assert prepare_data(run, tokenizer, say=print).audit == audit
-    assert open_encoder.cache_info() == before
+    assert (prepare_data(run, tokenizer, say=print).audit, open_encoder.cache_info()) == (audit, before)
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "tekken.json").write_text("{}")
     tokenizer.name_or_path = str(tmp_path / "other")

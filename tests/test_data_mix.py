@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from windlass import tiny
-from windlass.data.mix import RowSet, count_per_epoch
 from windlass.data.packing import choose_epoch_rows
 from windlass.data.prepare import prepare_data
+from windlass.data.select import RowSet, count_per_epoch
 from windlass.errors import UserError
 from windlass.plan.resolve import choose_length
 from windlass.plan.rows import sample_data

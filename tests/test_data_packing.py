@@ -242,9 +242,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from windlass.data.packing import open_rows, to_numpy, write_rows
-from windlass.data.tokenize import TokenizedRows
+from windlass.data.documents import Documents
 ids = np.array([0, 1, 2, 0, 1, 2, 3], np.int32)
-made = TokenizedRows(ids, np.ones(7, bool), np.array([3, 4]), np.zeros(2, np.uint64))
+made = Documents(ids, np.ones(7, bool), np.array([3, 4]), np.zeros(2, np.uint64))
 write_rows([made], Path(sys.argv[1]), capacity=None)
 chunk = open_rows(Path(sys.argv[1])).column("input_ids").chunks[0]
 assert to_numpy(chunk.values).tolist() == [0, 1, 2, 0, 1, 2, 3] and to_numpy(chunk.offsets).tolist() == [0, 3, 7]

@@ -22,7 +22,9 @@ from windlass import hardware, tiny
 from windlass import init as draft
 from windlass import plan as planning
 from windlass.data.inputs import fingerprint_rows
-from windlass.data.prepare import open_model_tokenizer, prepare_data, sample_token_rows
+from windlass.data.prepare import prepare_data
+from windlass.data.show import sample_token_rows
+from windlass.data.tokenize import open_model_tokenizer
 from windlass.errors import UserError
 from windlass.files import write_json
 from windlass.plan.finished import describe_finished
@@ -276,8 +278,7 @@ def test_init_plan_and_training_count_the_same_steps(
     (tmp_path / "out" / "data.json").write_text(json.dumps(audits[0]))
     again = planning.make_plan(loaded)
     assert (again.schedule.steps, again.schedule.tolerance) == (trained, 0.0)
-    assert again.run == plan.run
-    assert again.layout == plan.layout
+    assert (again.run, again.layout) == (plan.run, plan.layout)
     # Not those of other settings.
     other = planning.make_plan(read_run_file(tmp_path / "run.yaml", ["data.max_length=128"]))
     assert other.schedule.tolerance != 0.0 or packing == "false"

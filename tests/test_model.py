@@ -15,7 +15,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from windlass import tiny
-from windlass.data.prepare import open_tokenizer
+from windlass.data.tokenize import open_tokenizer
 from windlass.errors import UserError
 from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
 from windlass.model.base import read_published_configs

@@ -18,8 +18,8 @@ from refusals import refused
 from text_run import make_text_run
 
 from windlass import hardware
-from windlass.data.mix import RowSet
-from windlass.data.sources import RowCount
+from windlass.data.reading import RowCount
+from windlass.data.select import RowSet
 from windlass.plan import Plan, make_plan
 from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, BatchSize

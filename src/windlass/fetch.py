@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from windlass.data.hub import fetch, fetch_set
-from windlass.data.mix import list_all_sets
+from windlass.data.select import list_all_sets
 from windlass.data.sources import HUB_NAME, resolve_source
 from windlass.errors import UserError, Where
 from windlass.files import read_json, write_json

@@ -13,8 +13,9 @@ from typing import Any, Final
 import yaml
 
 from windlass import hardware
-from windlass.data.mix import RowSet, list_training_sets
-from windlass.data.sources import RowCount, resolve_source
+from windlass.data.reading import RowCount
+from windlass.data.select import RowSet, list_training_sets
+from windlass.data.sources import resolve_source
 from windlass.errors import UserError, raise_all
 from windlass.model import Base, find_base
 from windlass.model.targets import resolve_adapter

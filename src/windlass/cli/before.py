@@ -257,9 +257,15 @@ def data(
     mix, for each of its sets. With --sample or --row only those rows as text, and where loss is computed on them. The
     report links to a page data.html in the run folder.
     """
-    from windlass.data.page import SAMPLED_ROWS, write_rows_page
-    from windlass.data.prepare import audit_data, sample_token_rows
-    from windlass.data.show import print_audit, print_rows, print_tokens
+    from windlass.data.prepare import audit_data
+    from windlass.data.show import (
+        SAMPLED_ROWS,
+        print_audit,
+        print_rows,
+        print_tokens,
+        sample_token_rows,
+        write_rows_page,
+    )
     from windlass.plan import fill_in_choices
     from windlass.runfile import read_run_file
 

@@ -1,14 +1,48 @@
-"""Where an answer begins and ends in a rendered chat: comparisons of texts, with the tokens that are never split."""
+"""Where answers begin and end in rendered chats: comparisons of texts, with the tokens that are never split, and the
+shapes of chats with the same roles in the same order."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 Span = tuple[int, int]
+Place = tuple[int, int]  # a piece, and the characters before it there
 THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)  # in what opens a thought
+
+
+class RenderedRow(NamedTuple):
+    """Text of one row, and the spans that the loss is computed on: of a chat the answers', by the turn's number.
+
+    `closed` text has its own first and last tokens, as chat templates write them. A row of tokens has `ids` instead of
+    text, and spans of ids.
+    """
+
+    text: str
+    answers: Mapping[int, Span] = {}
+    length: int = 0
+    """Turns of a chat that were rendered."""
+    remarks: Mapping[str, str] = {}
+    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
+    everything: bool = False
+    """Whether the loss is computed on all of it."""
+    closed: bool = False
+    ids: npt.NDArray[np.int64] | None = None
+    whole: str = ""
+    """Of a chat that became several rows: the text of all of them."""
+    part: int = 0
+    """And the number of this one."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(self.answers.values())
 
 
 class Answer(NamedTuple):
@@ -204,3 +238,49 @@ def common_prefix_length(one: str, other: str) -> int:
         else:
             high = middle
     return low
+
+
+class RowShape(NamedTuple):
+    """What a template writes between the contents of chats of one shape, found once, on a chat of placeholders: how
+    many turns a row has, the pieces between their contents, and where answers are."""
+
+    length: int
+    order: tuple[int, ...]
+    """Whose contents follow each piece but the last."""
+    pieces: tuple[str, ...]
+    answers: Mapping[int, tuple[Place, Place]]
+
+    def find_answers(self, text: str, contents: Sequence[str]) -> dict[int, Span] | None:
+        """Return the answers' spans if this text is what the template should write for these contents."""
+        pairs = zip(self.pieces, map(contents.__getitem__, self.order), strict=False)
+        parts = [*itertools.chain.from_iterable(pairs), self.pieces[-1]]
+        if text != "".join(parts):
+            return None
+        starts = [0, *itertools.accumulate(map(len, parts))][::2]
+        return {i: (starts[a] + before, starts[b] + after) for i, ((a, before), (b, after)) in self.answers.items()}
+
+
+def make_placeholders(count: int) -> list[str]:
+    return [f"qz{number:05}zq" for number in range(count)]
+
+
+def find_shape(text: str, answers: Mapping[int, Span], count: int) -> RowShape | None:
+    """Return the shape of a row of placeholders, or None unless all up to the last answer occur once."""
+    last = max(answers, default=count - 1)
+    found = sorted((text.find(word), i) for i, word in enumerate(make_placeholders(count)) if word in text)
+    order = [i for _, i in found]
+    words = make_placeholders(count)
+    if not {*range(last + 1)} <= {*order} or any(text.count(words[i]) != 1 for i in order):
+        return None
+    edges = [0, *itertools.chain(*((at, at + len(words[i])) for at, i in found)), len(text)]
+    starts = edges[::2]
+    pieces = tuple(text[a:b] for a, b in zip(starts, edges[1::2], strict=True))
+
+    def locate(at: int) -> Place:
+        piece = bisect_right(starts, at) - 1
+        return piece, at - starts[piece]
+
+    places = {i: (locate(start), locate(end)) for i, (start, end) in answers.items()}
+    if any(offset > len(pieces[piece]) for place in places.values() for piece, offset in place):
+        return None  # an edge within a content
+    return RowShape(count, tuple(order), pieces, places)

@@ -4,25 +4,32 @@ data.json."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.data.chat import list_ends
+from windlass.data.documents import Documents
+from windlass.data.formats import Format
 from windlass.data.packing import group_by_length, pack_rows, shuffle
 from windlass.data.preference import SIDES
 from windlass.data.progress import show_progress
-from windlass.data.tokenize import TokenizedRows
+from windlass.data.select import RowSet, count_per_epoch
 from windlass.errors import Problem, Where
 from windlass.observe.format import format_are, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from windlass.runfile import Data, RunFile
+
 Audit = dict[str, Any]
+Chosen = Sequence[tuple[RowSet, Format]]
 Lengths = npt.NDArray[np.int64]
 Runs = npt.NDArray[np.uint64]
 # Ways to batch rows, by their names in data.json.
@@ -70,7 +77,33 @@ WARNINGS = {
 }
 
 
-def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
+def audit_splits(
+    splits: Mapping[str, Mapping[str, Documents]], sequences: Mapping[str, Sequence[int]], data: Data, tokenizer: Any
+) -> Audit:
+    """Return the audit of each split's sets, of which `sequences` counts the rows that they make."""
+    audit: Audit = {"splits": {}, "sources": {}, "evaluated": {}, "kept": {}}
+    together = {split: Documents.concatenate([*sets.values()]) for split, sets in splits.items()}
+    train = together["train"]
+    audit["samples"] = sample_documents(train, tokenizer)
+    if "validation" in splits:
+        audit["overlap"] = count_overlap(train, together["validation"])
+    named = {"train": ("sources", data.mix), "validation": ("evaluated", data.eval), "keep": ("kept", data.keep)}
+    for split, sets in splits.items():
+        key, listed = named[split]
+        audit["splits"][split] = audit_split(together[split], tokenizer)
+        if not listed and len(sets) == 1:
+            continue  # the only set of a run needs no figures of its own
+        for (name, documents), count in zip(sets.items(), sequences[split], strict=True):
+            audit[key][name] = {**audit_split(documents, tokenizer), "sequences": count}
+            if split != "train":
+                audit[key][name]["overlap"] = count_overlap(train, documents)
+    # Of pairs, which are never packed, there is no number of packs.
+    one_each = train.chosen_lengths is None
+    audit["packs"] = len(pack_rows(sample_lengths(train.sides)[:, 0].tolist(), data.length)) if one_each else None
+    return audit
+
+
+def audit_split(documents: Documents, tokenizer: Any) -> Audit:
     """Return the statistics of one split, all counted, none estimated."""
     lengths = documents.sides.ravel()
     counts = documents.counts
@@ -82,7 +115,8 @@ def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
     highest: list[int] = []
     occurrences = np.zeros(0, np.int64)
     answer_tokens: list[int] = []
-    stops = list_stops(tokenizer)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    stops = {*list_ends(tokenizer), *tokenizer.all_special_ids, *special}  # those that end a turn
     for _, block in documents.blocks() if tokens else ():
         supervised += int(block.supervised.sum()) - int(block.supervised[block.starts].sum())
         owners, ended = find_ended_parts(block, stops, tokenizer)
@@ -95,7 +129,8 @@ def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
         more[: len(occurrences)] += occurrences
         occurrences = more
         if block.chosen_lengths is not None:
-            answer_tokens += [int(block.supervised[side].sum()) for side in block.side_spans()]
+            answer_tokens += [int(block.supervised[side].sum()) for side in block.spans(sides=True)]
+    unigrams = occurrences[occurrences > 0] / max(1, occurrences.sum())
     figures: Audit = {
         **counts,
         "left_out": documents.left_out,
@@ -111,14 +146,18 @@ def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
         "dropped": counts["empty"] + counts["unsupervised"],
         "duplicates": kept - len(np.unique(documents.hashes)),
         "end_trained_share": ended_documents / kept if kept else 0.0,
-        "unigram_loss": measure_unigram_loss(occurrences),
+        # Of a model that knows only how often each supervised token occurs.
+        "unigram_loss": float(-(unigrams * np.log(unigrams)).sum()),
         "lowest_id": min(lowest, default=None),
         "highest_id": max(highest, default=None),
         "lengths": {},
         "histogram": [],  # [from, to, sequences], each bin twice as wide as the one before
     }
     if documents.chosen_lengths is not None:
-        figures |= compare_answers(answer_tokens)
+        of_answers = np.array(answer_tokens).reshape(-1, 2)
+        chosen, rejected = np.median(of_answers, axis=0).tolist() if kept else (0.0, 0.0)
+        longer = float((of_answers[:, 0] > of_answers[:, 1]).mean()) if kept else 0.0
+        figures |= {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
     if kept:
         least, median, high, most = np.percentile(lengths, (0, 50, 95, 100)).tolist()
         figures["lengths"] = {"least": int(least), "mean": float(lengths.mean()), "median": median}
@@ -129,22 +168,8 @@ def audit_split(documents: TokenizedRows, tokenizer: Any) -> Audit:
     return figures
 
 
-def compare_answers(answer_tokens: Sequence[int]) -> Audit:
-    """Return the usual lengths of chosen and of rejected answers, and how often the chosen one is longer."""
-    tokens = np.array(answer_tokens).reshape(-1, 2)
-    chosen, rejected = np.median(tokens, axis=0).tolist() if len(tokens) else (0.0, 0.0)
-    longer = float((tokens[:, 0] > tokens[:, 1]).mean()) if len(tokens) else 0.0
-    return {"chosen_tokens": chosen, "rejected_tokens": rejected, "chosen_longer": longer}
-
-
-def list_stops(tokenizer: Any) -> set[int]:
-    """Return the tokens that end a turn: those that generation stops at, and special ones."""
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {*list_ends(tokenizer), *tokenizer.all_special_ids, *special}
-
-
 def find_ended_parts(
-    documents: TokenizedRows, stops: set[int], tokenizer: Any
+    documents: Documents, stops: set[int], tokenizer: Any
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Return the document of each supervised part, and whether the part ends, white space aside, in one of `stops`."""
     supervised = documents.supervised
@@ -161,14 +186,7 @@ def find_ended_parts(
     return owners, supervised[at] & np.isin(documents.ids[at], sorted(stops))
 
 
-def measure_unigram_loss(occurrences: Lengths) -> float:
-    """Return the loss of a model that knows only how often each supervised token occurs."""
-    counts = occurrences[occurrences > 0]
-    shares = counts / max(1, counts.sum())
-    return float(-(shares * np.log(shares)).sum())
-
-
-def count_overlap(train: TokenizedRows, validation: TokenizedRows) -> Audit:
+def count_overlap(train: Documents, validation: Documents) -> Audit:
     """Count validation documents that are also trained on: exact duplicates and near duplicates."""
     same = np.isin(validation.hashes, train.hashes)
     with show_progress("looking for validation rows in train", partial(len, train.lengths)) as progress:
@@ -178,7 +196,7 @@ def count_overlap(train: TokenizedRows, validation: TokenizedRows) -> Audit:
 
 
 def find_near_duplicates(
-    train: TokenizedRows, validation: TokenizedRows, progress: Callable[[int], None]
+    train: Documents, validation: Documents, progress: Callable[[int], None]
 ) -> npt.NDArray[np.bool_]:
     """Return which validation documents share most of their runs of tokens with one training document.
 
@@ -226,7 +244,7 @@ def keep_distinct(documents: Lengths, runs: Runs) -> tuple[Lengths, Runs]:
     return documents[first], runs[first]
 
 
-def hash_token_runs(documents: TokenizedRows, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
+def hash_token_runs(documents: Documents, one_of: int) -> Iterator[tuple[Lengths, Runs]]:
     """Yield hashes of the documents' runs of RUN tokens, with the document, a group of documents at a time."""
     for first, block in documents.blocks(HASHED_TOKENS):
         ids = block.ids.astype(np.uint64)
@@ -244,12 +262,6 @@ def hash_token_runs(documents: TokenizedRows, one_of: int) -> Iterator[tuple[Len
         yield owner[:count][inside], mixed[inside]
 
 
-def count_packs(lengths: Lengths, max_length: int) -> int | None:
-    """Return the rows that the documents fill, or so many of them as are compared; None for pairs: they are never
-    packed."""
-    return len(pack_rows(sample_lengths(lengths)[:, 0].tolist(), max_length)) if lengths.shape[1] == 1 else None
-
-
 def sample_lengths(lengths: Lengths) -> Lengths:
     """Return the lengths of BATCHED_DOCUMENTS at most."""
     if len(lengths) <= BATCHED_DOCUMENTS:
@@ -261,7 +273,8 @@ def compare_batching(
     lengths: Lengths, packs: int | None, *, batch: int, max_length: int, configured: str, seed: int
 ) -> Audit:
     """Return the fraction of computed positions that hold a token, for each way of batching, and name the configured
-    one. lengths: of each row's sequences, two for pairs; packs: what `count_packs` returned for them."""
+    one. lengths: of each row's sequences, two for pairs; packs: the rows that they fill, or so many of them as
+    are compared."""
     if not len(lengths):
         return {}
     documents, sides = lengths.shape
@@ -282,7 +295,7 @@ def compare_batching(
     return {"configured": configured, "padding_waste": 1 - ways[configured]["useful_share"], "ways": ways}
 
 
-def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Audit]:
+def sample_documents(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> list[Audit]:
     """Return the first, middle and last document decoded, of pairs both sequences, in parts that are supervised
     (`trained`) or not."""
     count = len(documents.lengths)
@@ -290,7 +303,7 @@ def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBas
     chosen = np.array(sorted({0, count // 2, count - 1}) if count else [], np.int64)
     found = documents.take(chosen)
     sides = documents.sides.shape[1]
-    for number, span in enumerate(found.side_spans()):
+    for number, span in enumerate(found.spans(sides=True)):
         place, side = divmod(number, sides)
         ids = found.ids[span]
         supervised = found.supervised[span]
@@ -300,11 +313,63 @@ def sample_documents(documents: TokenizedRows, tokenizer: PreTrainedTokenizerBas
             for a, b in itertools.pairwise(edges)
         ]
         named = {"side": SIDES[side]} if sides > 1 else {}
-        samples.append({"split": split, "document": int(chosen[place]), **named, "tokens": len(ids), "parts": parts})
+        samples.append({"split": "train", "document": int(chosen[place]), **named, "tokens": len(ids), "parts": parts})
     return samples
 
 
-KEPT: Final = "data.keep"
+def complete_audit(folder: Path, run: RunFile, chosen: Chosen, batching: str, batch: int, sampled: int | None) -> Audit:
+    """Return the audit of the cached folder with what this run does with its rows. sampled: rows of a stream that were
+    audited."""
+    data = run.data
+    audit: Audit = json.loads((folder / "audit.json").read_text())
+    lengths = np.load(folder / "train.lengths.npy")
+    packs = audit.pop("packs")
+    audit["batching"] = compare_batching(
+        lengths, packs, batch=batch, max_length=data.length, configured=batching, seed=run.train.order_seed
+    )
+    trained = [rows for rows, _ in chosen if not rows.evaluated]
+    sources = [{"name": s.source.name, "config": s.source.config, "how": s.source.how} for s, _ in chosen]
+    rows, format_ = chosen[0]
+    audit |= {
+        "sampled_rows": sampled,
+        "source": sources[0],
+        "shape": {"name": format_.name, "description": format_.description, "columns": list(rows.columns)},
+        "max_length": data.length,
+        "packing": data.packs,
+        "held_out": rows.fraction,
+    }
+    if data.mix:
+        names = ", ".join(rows.name for rows in trained)
+        audit["source"] = {"name": f"a mix of {names}", "config": None, "how": format_plural(len(trained), "set")}
+    for (rows, format_), source in zip(chosen, sources, strict=True):
+        named = {"kept": rows.name} if rows.kept else {"evaluated": rows.name}
+        if not rows.evaluated:
+            named = {"sources": rows.name, "evaluated": rows.held_out_name}
+        for key, name in named.items():
+            if name in audit[key]:  # there are several sets
+                audit[key][name] |= {"source": source, "description": format_.description}
+    if data.mix and not data.streaming:
+        figures = [audit["sources"][rows.name] for rows in trained]
+        counts = [figure["sequences"] for figure in figures]
+        in_epoch = count_per_epoch(trained, [figure["rows"] for figure in figures], counts)
+        for figure, count, used in zip(figures, counts, in_epoch, strict=True):
+            figure |= {"in_epoch": used, "epochs": used / max(1, count)}
+    return audit
+
+
+def add_notes(audit: Audit, notes: Iterable[str], *, evaluates: bool) -> None:
+    """Add what a user should know: facts, and notes after these."""
+    facts, differences = zip(*audit.pop("mistral"), strict=True)
+    audit["facts"] = [*list_facts(audit), *filter(None, facts)]
+    audit["notes"] = [*dict.fromkeys(notes), *find_warnings(audit), *filter(None, differences)]
+    counts = {split: figures["documents"] for split, figures in audit["splits"].items()}
+    total = sum(counts.values())
+    held = counts.get("validation", 0)
+    if audit["held_out"] and held > 2 * max(1, audit["held_out"] * total):
+        share = f"{held:,} of {total:,} rows are held out, more than data.val_fraction {audit['held_out']:g}"
+        audit["notes"].append(f"{share}: equal rows stay together, and nearly all rows occur several times")
+    if not evaluates:
+        audit["notes"].append("there are no validation rows, so nothing is evaluated: data.val_fraction holds some out")
 
 
 def find_problems(
@@ -312,25 +377,17 @@ def find_problems(
 ) -> list[Problem]:
     """Return what makes these data unfit for training, each with the next step."""
     found = []
-    sets = [
-        (split, each, f"data.{'train' if split == 'train' else 'val'}_split")
-        for split, each in audit["splits"].items()
-        if split != "keep"  # each of its sets is judged
-    ]
-    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval"), ("kept", KEPT)):
-        sets += [
-            (name, each, section)
-            for name, each in audit.get(key, {}).items()
-            if section == KEPT or not each["documents"]
-        ]
+    keys = {"train": "data.train_split", "validation": "data.val_split"}  # of the kept sets each is judged
+    sets = [(split, each, keys[split]) for split, each in audit["splits"].items() if split in keys]
+    for key, section in (("sources", "data.mix"), ("evaluated", "data.eval"), ("kept", "data.keep")):
+        named = audit.get(key, {}).items()
+        sets += [(name, each, section) for name, each in named if key == "kept" or not each["documents"]]
     for split, figures, key in sets:
         place = where(key)
         if not figures["documents"]:
-            problem = (
-                f"no row of {split} has a supervised token: of {format_plural(figures['rows'], 'row')} "
-                f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
-                f"{figures['truncated']} cut at data.max_length"
-            )
+            problem = f"no row of {split} has a supervised token: of {format_plural(figures['rows'], 'row')} "
+            problem += f"{figures['empty']} empty, {figures['unsupervised']} with nothing supervised, "
+            problem += f"{figures['truncated']} cut at data.max_length"
             problem += "".join(f"; {line}" for line in figures["left_out"])
             hint = "check the column or template; a prompt longer than data.max_length leaves no room for its answer"
             code = "nothing-supervised"
@@ -369,52 +426,42 @@ def find_warnings(audit: Mapping[str, Any]) -> list[str]:
         remedy = "most documents share a sequence with no other: a larger data.max_length leaves less"
     unended = round(train["documents"] * (1 - train["end_trained_share"]))
     lesson = "from which the model learns to go on" if train["answers_ended"] else "so the model will not learn to stop"
-    warnings = (
-        (
-            train["truncated"] and not of_pairs,
-            f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%}) cut at max_length: "
-            f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost",
-        ),
-        (
-            train["unsupervised"],
-            f"{format_are(train['unsupervised'], 'row')} dropped: no supervised token within max_length",
-        ),
-        (
-            train["straddling"],
-            f"in {format_plural(train['straddling'], 'row')} a token spans the edge of the supervised part and is "
-            "supervised: let the white space at the edge belong to that part",
-        ),
-        (
-            train["documents"] and (not train["answers_ended"] or unended > train["truncated"]),
-            f"in {unended / max(1, train['documents']):.1%} of the rows no supervised part ends with a token at which "
-            f"generation stops, {lesson}: take a data.chat_template that closes the assistant's turn with one, behind "
-            "the last turn too",
-        ),
-        (
-            shared["documents"],
-            f"{format_are(shared['documents'], 'validation row')} in the training set as well ({shared['share']:.1%})",
-        ),
-        (
-            shared.get("near"),
-            f"{format_are(shared.get('near', 0), 'validation row')} nearly the same as one that is trained on: the "
-            "evaluation loss will look better than it is",
-        ),
-        (waste > 0.2, f"{waste:.0%} of the computed positions are padding: {remedy}"),
-        (
-            train.get("chosen_longer", 0) > LONGER,
-            f"in {train.get('chosen_longer', 0):.1%} of the pairs the chosen answer is the longer one: the model may "
-            "learn to write more, not better",
-        ),
-    )
-    shared_kept = [
-        f"of the kept set {name} {format_are(overlap['documents'] + overlap['near'], 'row')} in the training set as "
-        "well, word for word or nearly: it does not show what becomes of other rows"
-        for name, figures in audit.get("kept", {}).items()
-        if (overlap := figures["overlap"])["documents"] + overlap["near"]
-    ]
+    warnings = []
+    if train["truncated"] and not of_pairs:
+        lost = f"{train['tokens_cut']:,} tokens ({train['tokens_cut'] / all_tokens:.1%}) are lost"
+        rows = f"{format_plural(train['truncated'], 'row')} ({train['truncated_share']:.1%})"
+        warnings.append(f"{rows} cut at max_length: {lost}")
+    if train["unsupervised"]:
+        rows = format_are(train["unsupervised"], "row")
+        warnings.append(f"{rows} dropped: no supervised token within max_length")
+    if train["straddling"]:
+        rows = format_plural(train["straddling"], "row")
+        why = "a token spans the edge of the supervised part and is supervised"
+        warnings.append(f"in {rows} {why}: let the white space at the edge belong to that part")
+    if train["documents"] and (not train["answers_ended"] or unended > train["truncated"]):
+        rows = f"in {unended / max(1, train['documents']):.1%} of the rows"
+        ends = f"no supervised part ends with a token at which generation stops, {lesson}"
+        closing = "take a data.chat_template that closes the assistant's turn with one, behind the last turn too"
+        warnings.append(f"{rows} {ends}: {closing}")
+    if shared["documents"]:
+        rows = format_are(shared["documents"], "validation row")
+        warnings.append(f"{rows} in the training set as well ({shared['share']:.1%})")
+    if shared.get("near"):
+        rows = format_are(shared["near"], "validation row")
+        why = "the evaluation loss will look better than it is"
+        warnings.append(f"{rows} nearly the same as one that is trained on: {why}")
+    if waste > 0.2:
+        warnings.append(f"{waste:.0%} of the computed positions are padding: {remedy}")
+    if train.get("chosen_longer", 0) > LONGER:
+        share = f"in {train['chosen_longer']:.1%} of the pairs the chosen answer is the longer one"
+        warnings.append(f"{share}: the model may learn to write more, not better")
+    for name, figures in audit.get("kept", {}).items():
+        if same := figures["overlap"]["documents"] + figures["overlap"]["near"]:
+            rows = f"of the kept set {name} {format_are(same, 'row')} in the training set as well"
+            warnings.append(f"{rows}, word for word or nearly: it does not show what becomes of other rows")
     remarks = [describe_remark(remark, train, WARNINGS) for remark in train["remarks"] if remark["kind"] in WARNINGS]
     left_out = itertools.chain(*(figures["left_out"] for figures in audit["splits"].values()))
-    return [*dict.fromkeys(left_out), *remarks, *(text for holds, text in warnings if holds), *shared_kept]
+    return [*dict.fromkeys(left_out), *remarks, *warnings]
 
 
 def list_facts(audit: Mapping[str, Any]) -> list[str]:

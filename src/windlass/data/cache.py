@@ -55,10 +55,8 @@ def get_or_create(
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         problem = f"tokens can't be stored in {cache}: {error.strerror or error}"
-        hint = (
-            "they take 4 to 8 bytes a token, and 5 until they are made: make room, or set train.output_dir to a folder "
-        )
-        hint += "on a writable volume"
+        hint = "they take 4 to 8 bytes a token, and 5 until they are made: make room, or set train.output_dir to a "
+        hint += "folder on a writable volume"
         raise UserError(problem, error.filename or str(cache), hint, "unwritable") from None
     return folder
 

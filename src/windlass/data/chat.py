@@ -12,9 +12,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from windlass.data.answers import Answer, Pieces, Span, common_prefix_length, join_spans
+from windlass.data.answers import (
+    Answer,
+    Pieces,
+    RenderedRow,
+    RowShape,
+    Span,
+    common_prefix_length,
+    find_shape,
+    join_spans,
+    make_placeholders,
+)
 from windlass.data.messages import (
     FLAGS,
     OWN_ROLES,
@@ -33,10 +43,17 @@ from windlass.data.messages import (
     read_turn,
     require_calls,
 )
-from windlass.data.named_template import CONTROL, find_template, read_template, require_tokens
-from windlass.data.shapes import RowShape, find_shape, make_placeholders
-from windlass.data.variables import GENERATION, list_searched, read_variables, require_variables
-from windlass.data.within import run_within
+from windlass.data.template import (
+    CONTROL,
+    GENERATION,
+    find_template,
+    list_searched,
+    read_template,
+    read_variables,
+    require_tokens,
+    require_variables,
+    run_within,
+)
 from windlass.errors import UserError, Where
 from windlass.files import read_json
 
@@ -54,21 +71,6 @@ REMEDIED = ("not-written", "template-refuses", "answer-not-found", "tools-not-wr
 DOES = {"data.tools: ignore": "trains on the calls without them", "data.reasoning: drop": "trains without it"}
 TRIED = ("What does a windlass do?", "It lifts an anchor.", "Who turns it?")  # a chat that templates are tried on
 TAG = re.compile(r"</?\|?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")  # or where the tokenizer has no such token
-
-
-class Rendering(NamedTuple):
-    """A row of a chat: its text, and the supervised span of each assistant turn in it, by the turn's number."""
-
-    text: str
-    answers: Mapping[int, Span]
-    length: int
-    """Turns that were rendered."""
-    remarks: Mapping[str, str] = {}
-    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        return tuple(self.answers.values())
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class ChatTemplate:
         closes = closing is not None and followed.lstrip().startswith(closing[0])
         return closing[0] if closing and closes else str(self.tokenizer.eos_token)
 
-    def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[Rendering]:
+    def render(self, messages: Sequence[Any], *, first: int = 0, tools: Any = None) -> list[RenderedRow]:
         """Return the rows of a chat. Each assistant turn from message `first` on is supervised in one of them.
 
         An answer is exact in a rendering that agrees, up to the answer's end, with the rendering of the chat that ends
@@ -200,7 +202,7 @@ class ChatTemplate:
                 return UserError(problem.problem, problem.where, f"{setting} {does}", problem.code)
         return error
 
-    def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+    def render_found(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[RenderedRow]:
         """Return the rows of any chat."""
         if self.has_generation_marks:
             rows = [self.note_thoughts(row, turns, tools) for row in self.render_by_marks(turns, tools, wanted)]
@@ -210,7 +212,7 @@ class ChatTemplate:
             self.require_written(turns, row)
         return [self.close_row(row, turns, tools) for row in rows]
 
-    def render_known(self, turns: list[Turn], wanted: Sequence[int]) -> list[Rendering] | None:
+    def render_known(self, turns: list[Turn], wanted: Sequence[int]) -> list[RenderedRow] | None:
         """Return the rows of a chat of plain texts if they are, but for the texts, those of its shape."""
         contents = [turn.message["content"] for turn in turns]
         roles = tuple(turn.message["role"] for turn in turns)
@@ -229,7 +231,7 @@ class ChatTemplate:
             answers = shape.find_answers(text, contents) or shape.find_answers(text, trimmed)
             if answers is None:
                 return None
-            rows.append(self.close_row(Rendering(text, answers, shape.length), turns, None))
+            rows.append(self.close_row(RenderedRow(text, answers, shape.length), turns, None))
         return rows or None
 
     def find_shapes(self, turns: list[Turn], wanted: Sequence[int]) -> list[RowShape]:
@@ -262,8 +264,8 @@ class ChatTemplate:
         return list_searched(self.template)
 
     def note_remarks(
-        self, turns: Sequence[Turn], rows: Sequence[Rendering], remarks: dict[str, str]
-    ) -> list[Rendering]:
+        self, turns: Sequence[Turn], rows: Sequence[RenderedRow], remarks: dict[str, str]
+    ) -> list[RenderedRow]:
         """Add what a user should know of a chat to the first of its rows."""
         for row in rows:
             remarks |= row.remarks
@@ -328,8 +330,13 @@ class ChatTemplate:
         """Return the text of all of a chat, for loss on everything."""
         turns = self.read(messages)
         text = self.apply(turns, self.read_tools(tools))[0]
-        self.require_written(turns, Rendering(text, {}, len(turns)))
+        self.require_written(turns, RenderedRow(text, {}, len(turns)))
         return text
+
+    def write_request(self, messages: Sequence[Any], tools: Any) -> dict[str, Any]:
+        """Return the messages and tools as a request to a server has them."""
+        read = [arguments_as_text(turn.message) for turn in self.read(messages)]
+        return {"messages": read, "tools": self.read_tools(tools)}
 
     def read(self, messages: Sequence[Any]) -> list[Turn]:
         turns = [read_turn(message, self.names, self.roles, drop_reasoning=self.drop_reasoning) for message in messages]
@@ -338,7 +345,7 @@ class ChatTemplate:
             require_calls(turns)
         return turns
 
-    def render_by_marks(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
+    def render_by_marks(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[RenderedRow]:
         """Return one row, or a row for each answer that later turns would change in the template's rendering."""
         whole = self.render_marked(turns, tools, wanted)
         if self.turns != "each" and (wanted == [len(turns) - 1] or not whole.answers.keys() >= {*wanted}):
@@ -358,7 +365,7 @@ class ChatTemplate:
         self.require_split_allowed(rows)
         return rows
 
-    def note_thoughts(self, row: Rendering, turns: list[Turn], tools: Any) -> Rendering:
+    def note_thoughts(self, row: RenderedRow, turns: list[Turn], tools: Any) -> RenderedRow:
         """Add a remark to a row that lacks earlier thoughts which the prompt of one of its answers has."""
         for i, (start, _) in row.answers.items():
             thoughts = [thought.strip() for turn in turns[: max(i, 0)] for thought in turn.reasoning]
@@ -368,7 +375,7 @@ class ChatTemplate:
                     return row._replace(remarks={"prompt": ""})
         return row
 
-    def close_row(self, row: Rendering, turns: list[Turn], tools: Any) -> Rendering:
+    def close_row(self, row: RenderedRow, turns: list[Turn], tools: Any) -> RenderedRow:
         """Return a row with the token of the next turn that its last answer ends with, or would before a user."""
         i, (start, end) = max(row.answers.items(), key=lambda answer: answer[1], default=(0, (0, 0)))
         written = row.text.rstrip()
@@ -386,16 +393,13 @@ class ChatTemplate:
             return row
         return row._replace(text=text[:end], answers={**row.answers, i: (start, end)})
 
-    def require_split_allowed(self, rows: Sequence[Rendering]) -> None:
+    def require_split_allowed(self, rows: Sequence[RenderedRow]) -> None:
         if self.turns == "all" and len(rows) > 1:
-            raise UserError(
-                f"{why_split(rows, self.special)}, so one row can't have all answers",
-                "data.turns",
-                "set data.turns: auto, which gives such answers rows of their own",
-                "turns-rewritten",
-            )
+            problem = f"{why_split(rows, self.special)}, so one row can't have all answers"
+            hint = "set data.turns: auto, which gives such answers rows of their own"
+            raise UserError(problem, "data.turns", hint, "turns-rewritten")
 
-    def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> Rendering:
+    def render_marked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> RenderedRow:
         """Return the rendering with the spans that the template's own marks enclose."""
         text, marked = self.apply(turns, tools, marks=True)
         answers = [i for i, turn in enumerate(turns) if turn.is_assistant]
@@ -406,12 +410,9 @@ class ChatTemplate:
             hint = "mark each assistant turn once: {% generation %} … {% endgeneration %}"
             raise UserError(problem, "data", hint, "generation-marks")
         if self.marks_users:
-            raise UserError(
-                "the chat template's {% generation %} marks enclose a user's turn",
-                "data.chat_template",
-                "put {% generation %} and {% endgeneration %} around the assistant's part only",
-                "generation-marks",
-            )
+            problem = "the chat template's {% generation %} marks enclose a user's turn"
+            hint = "put {% generation %} and {% endgeneration %} around the assistant's part only"
+            raise UserError(problem, "data.chat_template", hint, "generation-marks")
         single = len(marked) == len(answers)
         ends = (*self.stops, self.end)
         spans = [
@@ -424,8 +425,8 @@ class ChatTemplate:
                 if thought.strip() not in written:
                     raise self.not_written_error(*describe_lost_thought(thought))
             several = {-1 - number: span for number, span in enumerate(spans) if span[0] < span[1]}
-            return Rendering(text, several, len(turns))
-        return Rendering(text, {i: spans[answers.index(i)] for i in wanted}, len(turns))
+            return RenderedRow(text, several, len(turns))
+        return RenderedRow(text, {i: spans[answers.index(i)] for i in wanted}, len(turns))
 
     def try_turns(self, *texts: str, prompt: bool = False, marks: bool = False) -> tuple[str, list[Span]] | None:
         """Render a chat of these texts, a user's first; None if the template refuses it."""
@@ -465,16 +466,13 @@ class ChatTemplate:
         closing = self.pieces.token.match(rest)
         return rest[closing.end() :] if closing and closing[0] in self.stops else rest
 
-    def make_writer(self, turns: list[Turn], tools: Any) -> Callable[..., str]:
-        """Return what writes the first turns, and the header of an answer to them if asked."""
-        return cache(lambda count, prompt=False: self.apply(turns[:count], tools, prompt=prompt)[0])
-
-    def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[Rendering]:
-        write = self.make_writer(turns, tools)
+    def render_unmarked(self, turns: list[Turn], tools: Any, wanted: Sequence[int]) -> list[RenderedRow]:
+        # The first turns, and the header of an answer to them if asked.
+        write = cache(lambda count, prompt=False: self.apply(turns[:count], tools, prompt=prompt)[0])
         whole = write(len(turns))
         answers = {i: self.find_answer(turns, i, tools, write) for i in wanted}
         opener = self.pieces.find_opener(self.header)
-        rows: list[Rendering] = []
+        rows: list[RenderedRow] = []
         left = list(wanted)
         while left:
             last = left[-1]
@@ -488,20 +486,17 @@ class ChatTemplate:
             if self.turns == "each":
                 spans = {last: spans[last]}
             remarks = {} if all(answers[i].after_prompt for i in spans) else {"prompt": ""}
-            rows.insert(0, Rendering(text, spans, length, remarks))
+            rows.insert(0, RenderedRow(text, spans, length, remarks))
             left = [i for i in left if i not in spans]
         self.require_split_allowed(rows)
-        return rows or [Rendering(whole, {}, len(turns))]
+        return rows or [RenderedRow(whole, {}, len(turns))]
 
     def find_answer(self, turns: list[Turn], i: int, tools: Any, write: Callable[..., str]) -> Answer:
         """Find a turn in the rendering of the chat that ends with it."""
         if self.opens_always and self.end not in self.tails[0]:
-            raise UserError(
-                "the chat template opens another answer at the end of every chat",
-                "data.chat_template",
-                "write {% if add_generation_prompt %} … {% endif %} around that in a template of your own",
-                "opens-always",
-            )
+            problem = "the chat template opens another answer at the end of every chat"
+            hint = "write {% if add_generation_prompt %} … {% endif %} around that in a template of your own"
+            raise UserError(problem, "data.chat_template", hint, "opens-always")
         text = write(i + 1)
         body = turns[i].words.strip()
         begin = self.pieces.find_last(text, body)
@@ -524,14 +519,11 @@ class ChatTemplate:
         if start is None:
             if any(turn.reasoning for turn in turns[:i]) and (own := self.find_after_thoughts(turns, i, tools, prompt)):
                 return own
-            self.require_written(turns[: i + 1], Rendering(text, {}, i + 1))
-            raise UserError(
-                "the chat template doesn't write an answer behind the prompt that it writes for it",
-                "data",
-                "leave out such rows, or give data.chat_template a template with {% generation %} … "
-                "{% endgeneration %} around the assistant's part",
-                "answer-not-found",
-            )
+            self.require_written(turns[: i + 1], RenderedRow(text, {}, i + 1))
+            problem = "the chat template doesn't write an answer behind the prompt that it writes for it"
+            hint = "leave out such rows, or give data.chat_template a template with {% generation %} … "
+            hint += "{% endgeneration %} around the assistant's part"
+            raise UserError(problem, "data", hint, "answer-not-found")
         body_end = start if begin < start or turns[i].calls else begin + len(body)
         end = self.pieces.find_end(text.removesuffix(opened), start)
         if self.opens_always and (closed := text.find(self.end, body_end)) >= 0:
@@ -541,7 +533,7 @@ class ChatTemplate:
     def find_after_thoughts(self, turns: list[Turn], i: int, tools: Any, prompt: str) -> Answer | None:
         """Find a turn behind its prompt, which has earlier thoughts that the template drops once the turn is there."""
         bare = [*(read_turn(turn.message, {}, self.roles, drop_reasoning=True) for turn in turns[:i]), turns[i]]
-        write = self.make_writer(bare, tools)
+        write = cache(lambda count, prompt=False: self.apply(bare[:count], tools, prompt=prompt)[0])
         with suppress(UserError):
             text, start, end, body, _ = self.find_answer(bare, i, tools, write)
             moved = len(prompt) - start
@@ -569,7 +561,7 @@ class ChatTemplate:
             raise UserError(problem, "data.tools", hint, "tools-not-written")
         return tools
 
-    def require_written(self, turns: Sequence[Turn], row: Rendering) -> None:
+    def require_written(self, turns: Sequence[Turn], row: RenderedRow) -> None:
         """Refuse a row that lacks anything of the chat up to its last answer."""
         count = max(row.answers, default=len(turns) - 1) + 1
         lost = find_lost_part(turns[: count or row.length], row.text, row.answers)
@@ -678,7 +670,7 @@ def choose_template(
     )  # fmt: skip
 
 
-def why_split(rows: Sequence[Rendering], special: re.Pattern[str] | None) -> str:
+def why_split(rows: Sequence[RenderedRow], special: re.Pattern[str] | None) -> str:
     """Return where the rows of a chat differ first."""
     at, text = min((common_prefix_length(row.text, rows[-1].text), row.text) for row in rows[:-1])
     start, stop = max(0, at - 20), at + 30

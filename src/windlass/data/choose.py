@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from windlass.data.formats import FORMATS, TELLING, Format, FormatRequest, FormatRow, guess_columns, list_usual
+from windlass.data.formats import FORMATS, TELLING, Format, FormatRequest, FormatSpec, guess_columns, list_usual
 from windlass.data.preference import PAIR_FORMATS, require_pairs
 from windlass.errors import UserError, Where
 from windlass.runfile.reference import format_yaml
@@ -42,7 +42,7 @@ def choose_format(data: Data, columns: Sequence[str], tokenizer: PreTrainedToken
     def there(needed: Sequence[str]) -> bool:
         return all(name in data.columns or name in columns for name in needed)
 
-    formats: Sequence[FormatRow] = PAIR_FORMATS if data.pairs else FORMATS
+    formats: Sequence[FormatSpec] = PAIR_FORMATS if data.pairs else FORMATS
     named = [f for f in formats if f.name == data.format]
     if data.format is not None and not named:
         hint = f"it is one of {', '.join(dict.fromkeys(f.name for f in formats))}, or set another train.objective"

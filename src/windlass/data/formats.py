@@ -6,18 +6,17 @@ import difflib
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from windlass.data.answers import Span
+from windlass.data.answers import RenderedRow
 from windlass.data.chat import ChatTemplate, choose_template
-from windlass.data.messages import FLAGS, arguments_as_text
+from windlass.data.messages import FLAGS
 from windlass.data.reading import JSON_KINDS, Row
 from windlass.errors import UserError, Where
 from windlass.observe.steps import IGNORED
@@ -27,26 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from windlass.runfile import Data
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedRow:
-    """Text of one row. `supervised` are the character spans that the loss is computed on; None means all.
-
-    `closed` text has its own first and last tokens, as chat templates write them. A row of tokens has `ids` instead of
-    text, and spans of ids.
-    """
-
-    text: str
-    supervised: tuple[Span, ...] | None = None
-    closed: bool = False
-    ids: npt.NDArray[np.int64] | None = None
-    whole: str = ""
-    """Of a chat that became several rows: the text of all of them."""
-    part: int = 0
-    """And the number of this one."""
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +71,43 @@ class Format:
             raise UserError(f"{problem} (format {other})" if other else problem, "data", hint, "incomplete-row")
 
 
+class NumberedRowError(Exception):
+    """An error in a row, whose number is counted from 0."""
+
+    def __init__(self, number: int, error: UserError) -> None:
+        super().__init__(number, error)
+        self.number = number
+        self.error = error
+
+
+def render_rows(rows: Iterable[Row], kind: Format) -> tuple[list[list[RenderedRow]], dict[str, list[int]]]:
+    """Return the texts of each row, none if it is left out, and the numbers of those, by the reason. Raises the error
+    of the first row that has one."""
+    rendered: list[list[RenderedRow]] = []
+    left_out: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        try:
+            kind.require_columns(row)
+            rendered.append([one for one in kind.render(row) if one.ids is not None or one.text.strip()])
+            for one in rendered[-1]:
+                require_utf8(one.text)
+        except UserError as error:
+            raise NumberedRowError(number, error) from None
+        if not rendered[-1]:
+            null = next((name for name in kind.needs if row.get(name) is None), None)
+            left_out.setdefault(f"{null!r} is null" if null else "empty", []).append(number)
+    return rendered, left_out
+
+
+def require_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        piece = text[max(0, error.start - 20) :][:40]
+        problem = f"a row contains an unpaired surrogate, which is not text: {piece!r}"
+        raise UserError(problem, "data", "rewrite it as valid UTF-8", "not-utf8") from None
+
+
 @dataclass(frozen=True, slots=True)
 class FormatRequest:
     """The inputs from which a format is made: data section, existing columns, tokenizer."""
@@ -116,9 +132,8 @@ class FormatRequest:
             hint = f"if the second answers the first, write data.columns: {format_yaml(names)}; for text alone, name "
             hint += "its column: data.columns: {text: …}"
         has = ", ".join(map(repr, self.columns)) or "none"
-        raise UserError(
-            f"the data have no column {column!r}; they have {has}", self.where(f"data.{key}"), hint, "no-such-column"
-        )
+        problem = f"the data have no column {column!r}; they have {has}"
+        raise UserError(problem, self.where(f"data.{key}"), hint, "no-such-column")
 
     def column(self, name: str, key: str = "") -> str:
         """Return the data's name for a column of the format, set by data.columns or by a key of its own."""
@@ -175,9 +190,8 @@ def as_text(value: Any, column: str) -> str:
         return value or ""
     hint = "name a column of text, or write data.prompt_template, which writes numbers and reaches inside: "
     hint += "{answers[text][0]}"
-    raise UserError(
-        f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}", "data", hint, "column-not-text"
-    )
+    problem = f"column {column!r} has {describe_type(value)}, not text: {str(value)[:80]}"
+    raise UserError(problem, "data", hint, "column-not-text")
 
 
 def describe_type(value: Any) -> str:
@@ -188,7 +202,9 @@ def text_format(request: FormatRequest) -> Format:
     request.refuse_completion_only("plain text")
     name = request.column("text", "text_field")
     description = f"text in {name!r}, loss on every token"
-    return Format("text", description, lambda row: [RenderedRow(as_text(row[name], name))], needs=(name,))
+    return Format(
+        "text", description, lambda row: [RenderedRow(as_text(row[name], name), everything=True)], needs=(name,)
+    )
 
 
 def completion_format(request: FormatRequest) -> Format:
@@ -215,8 +231,8 @@ def completion_format(request: FormatRequest) -> Format:
         tail = as_text(answer, completion)
         if not tail.strip():
             return []
-        spans = None if everything else ((len(head), len(head) + len(tail)),)
-        return [RenderedRow(head + tail, spans, remarks=bare)]
+        answer_span = (len(head), len(head) + len(tail))
+        return [RenderedRow(head + tail, {0: answer_span}, remarks=bare, everything=everything)]
 
     description = f"{prompt!r} then {completion!r}, loss on {'every token' if everything else repr(completion)}"
     used = None
@@ -241,18 +257,15 @@ def chat_format(request: FormatRequest, column: str = "messages") -> Format:
                 messages = json.loads(messages) if messages.strip() else []
             except json.JSONDecodeError:
                 hint = "name it in data.text_field, or convert it to [{role, content}, …]"
-                place = request.where("data.messages_field")
-                raise UserError(
-                    f"column {name!r} is text, not a list of messages", place, hint, "not-messages"
-                ) from None
+                problem = f"column {name!r} is text, not a list of messages"
+                raise UserError(problem, request.where("data.messages_field"), hint, "not-messages") from None
         if messages and not isinstance(messages, list):
             problem = f"column {name!r} has {describe_type(messages)}, not a list of messages: {str(messages)[:80]}"
             raise UserError(problem, "data", "write [{role, content}, …]", "not-messages")
         first = [{"role": "system", "content": row[system]}] if system and row.get(system) else []
         return [*first, *messages] if messages else []
 
-    template = request.chat_template()
-    return make_chat_format(request, f"chats in {name!r}", template, messages_of, tools, column, (name,))
+    return make_chat_format(request, f"chats in {name!r}", messages_of, tools, column, (name,))
 
 
 def alpaca_reader(request: FormatRequest) -> Callable[[Row], list[Any]]:
@@ -290,9 +303,7 @@ def alpaca_format(request: FormatRequest) -> Format:
         return [*read(row), {"role": "assistant", "content": answer}] if answer.strip() else []
 
     what = f"{instruction!r}{f' with {more!r}' if more else ''} then {output!r}"
-    return make_chat_format(
-        request, what, request.chat_template("alpaca"), messages_of, None, "alpaca", (instruction, output)
-    )
+    return make_chat_format(request, what, messages_of, None, "alpaca", (instruction, output))
 
 
 LOSS = {
@@ -307,22 +318,22 @@ def render_chat(
 ) -> list[RenderedRow]:
     """Return the rows of a chat; with loss on everything, the one that has all of it."""
     if everything:
-        return [RenderedRow(template.render_whole(messages, tools), closed=True)]
+        return [RenderedRow(template.render_whole(messages, tools), everything=True, closed=True)]
     rows = template.render(messages, first=first, tools=tools)
     whole = "".join(row.text for row in rows) if len(rows) > 1 else ""
-    return [RenderedRow(row.text, row.spans, True, None, whole, part, row.remarks) for part, row in enumerate(rows)]
+    return [row._replace(closed=True, whole=whole, part=part) for part, row in enumerate(rows)]
 
 
 def make_chat_format(
     request: FormatRequest,
     what: str,
-    template: ChatTemplate,
     messages_of: Callable[[Row], list[Any]],
     tools: str | None,
     name: str,
     needs: tuple[str, ...],
 ) -> Format:
     """Rows that are chats or are converted to chats."""
+    template = request.chat_template("alpaca" if name == "alpaca" else "mistral")
     everything = request.data.completion_only_loss is False
     if everything and template.turns in ("last", "each"):
         problem = "the loss is computed on everything (data.completion_only_loss)"
@@ -333,9 +344,7 @@ def make_chat_format(
         return render_chat(template, messages, row.get(tools or ""), everything) if messages else []
 
     def chat(row: Row) -> dict[str, Any]:
-        turns = template.read(messages_of(row))
-        messages = [arguments_as_text(turn.message) for turn in turns]
-        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+        return template.write_request(messages_of(row), row.get(tools or ""))
 
     loss = "every token" if everything else LOSS[template.turns]
     kind = {"conversations": "sharegpt"}.get(name, name)
@@ -360,7 +369,7 @@ def tokens_format(request: FormatRequest) -> Format:
             raise UserError(problem, place, "check the column", "not-token-ids")
         marks, real = (row.get(name or "") or None for name in (labels or mask, attended))
         if given and marks is real is None:
-            return [RenderedRow("", None, closed=True, ids=ids)]
+            return [RenderedRow("", everything=True, closed=True, ids=ids)]
         if any(each is not None and len(each) != len(ids) for each in (marks, real)):
             lengths = [len(each or given) for each in (given, marks, real)]
             problem = "{} ids, {} labels, {} in the mask".format(*lengths)
@@ -376,8 +385,8 @@ def tokens_format(request: FormatRequest) -> Format:
         if not len(ids):
             return []
         edges = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
-        spans = None if everything or kept.all() else tuple(zip(edges[::2], edges[1::2], strict=True))
-        return [RenderedRow("", spans, closed=True, ids=ids)]
+        spans = dict(enumerate(zip(edges[::2], edges[1::2], strict=True)))
+        return [RenderedRow("", spans, everything=everything or bool(kept.all()), closed=True, ids=ids)]
 
     loss = "every token" if everything or not (labels or mask) else f"what {labels or mask!r} marks"
     return Format("input_ids", f"tokens in {name!r}, loss on {loss}", render, needs=(name,))
@@ -416,9 +425,8 @@ def parse_template(text: str, place: str) -> list[TemplatePiece]:
     try:
         parsed = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise UserError(
-            f"not a template: {error}", place, "write {column}; a brace itself is {{ or }}", "template-syntax"
-        ) from None
+        hint = "write {column}; a brace itself is {{ or }}"
+        raise UserError(f"not a template: {error}", place, hint, "template-syntax") from None
     for literal, name, spec, conversion in parsed:
         for part in re.split(r"(\\\[\[|\\\]\]|\[\[|\]\])", literal):
             if part not in ("[[", "]]"):
@@ -466,13 +474,13 @@ def template_format(request: FormatRequest) -> Format:
             if piece.supervised and part:
                 spans.append((at, at + len(part)))
             at += len(part)
-        return [RenderedRow("".join(parts), tuple(spans) if marked else None)]
+        return [RenderedRow("".join(parts), dict(enumerate(spans)), everything=not marked)]
 
     description = f"data.prompt_template, loss on {'the part in [[ ]]' if marked else 'every token'}"
     return Format("template", description, render, needs=tuple(trained_on), every=False)
 
 
-class FormatRow(NamedTuple):
+class FormatSpec(NamedTuple):
     """A format: keys of `data` that request it, columns that identify it, optional columns, and its constructor."""
 
     name: str
@@ -482,28 +490,18 @@ class FormatRow(NamedTuple):
     make: Callable[[FormatRequest], Format]
 
 
+BESIDE = ("tools", "system", *FLAGS)  # columns beside a chat, and keys of its messages
+SPOKEN = ("tools", "role", "content")
+PROMPT_FIELDS = ("prompt_field", "completion_field")
+sharegpt_format = partial(chat_format, column="conversations")
 TOKEN_MARKS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 # The first one that a key requests is used, else the first whose columns exist.
 FORMATS = (
-    FormatRow("template", ("prompt_template",), (), (), template_format),
-    FormatRow(
-        "messages", ("messages_field",), ("messages",), ("role", "content", "tools", "system", *FLAGS), chat_format
-    ),
-    FormatRow(
-        "sharegpt",
-        ("messages_field",),
-        ("conversations",),
-        ("from", "value", "tools", "system", *FLAGS),
-        partial(chat_format, column="conversations"),
-    ),
-    FormatRow(
-        "prompt-completion",
-        ("prompt_field", "completion_field"),
-        ("prompt", "completion"),
-        ("tools", "role", "content"),
-        completion_format,
-    ),
-    FormatRow("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
-    FormatRow("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
-    FormatRow("text", ("text_field",), ("text",), (), text_format),
+    FormatSpec("template", ("prompt_template",), (), (), template_format),
+    FormatSpec("messages", ("messages_field",), ("messages",), ("role", "content", *BESIDE), chat_format),
+    FormatSpec("sharegpt", ("messages_field",), ("conversations",), ("from", "value", *BESIDE), sharegpt_format),
+    FormatSpec("prompt-completion", PROMPT_FIELDS, ("prompt", "completion"), SPOKEN, completion_format),
+    FormatSpec("alpaca", (), ("instruction", "output"), ("input", "system", "history"), alpaca_format),
+    FormatSpec("input_ids", (), ("input_ids",), TOKEN_MARKS, tokens_format),
+    FormatSpec("text", ("text_field",), ("text",), (), text_format),
 )

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,16 +11,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from windlass.data.cache import hold_lock
-from windlass.data.reading import SUFFIXES
-from windlass.data.sources import Source, get_config_name, list_card_files, read_card, resolve_source
+from windlass.data.cache import Say, hold_lock
+from windlass.data.reading import SUFFIXES, Source
+from windlass.data.sources import get_config_name, list_card_files, read_card, resolve_source
 from windlass.errors import UserError, Where
 from windlass.files import read_json, sample_file, write_json
 from windlass.model.files import HEADERS, PUBLISHED
 from windlass.observe.format import format_plural
 from windlass.runfile import Data
 
-Say = Callable[[str], None]
 # One request shows whether the hub can be reached: without a network it fails at once or hangs.
 REACH_SECONDS = 10
 
@@ -78,9 +77,8 @@ def fetch(
                     fetch_headers(name, Path(folder), ignored, place, say)
                 write_json(mark, {"folder": folder})
     except OSError as error:
-        raise UserError(
-            f"{name} can't be stored in {cache}: {error}", place, "make room there, or set HF_HOME", "unwritable"
-        ) from None
+        problem = f"{name} can't be stored in {cache}: {error}"
+        raise UserError(problem, place, "make room there, or set HF_HOME", "unwritable") from None
     return Path(folder)
 
 

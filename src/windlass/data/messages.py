@@ -96,9 +96,8 @@ def read_turn(
 ) -> Turn:
     """Read a message in the format of OpenAI, ShareGPT or similar, into `role` and `content`."""
     if not isinstance(message, dict):
-        raise UserError(
-            f"a message has no role: {str(message)[:80]}", "data", 'write {"role": …, "content": …}', "no-role"
-        )
+        problem = f"a message has no role: {str(message)[:80]}"
+        raise UserError(problem, "data", 'write {"role": …, "content": …}', "no-role")
     role = message.get("role") if len(message) == 2 and not names else None
     text = message.get("content")
     # Most are one of these, and the code below would not change them.
@@ -190,22 +189,15 @@ def parse_json(value: Any) -> Any:
     try:
         return json.loads(value or "{}")
     except json.JSONDecodeError:
-        raise UserError(
-            f"a tool call is not valid JSON: {value[:80]!r}", "data", "fix or leave out such rows", "not-json"
-        ) from None
+        problem = f"a tool call is not valid JSON: {value[:80]!r}"
+        raise UserError(problem, "data", "fix or leave out such rows", "not-json") from None
 
 
 def arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message.get("tool_calls", ())
-    ]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 

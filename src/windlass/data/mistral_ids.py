@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.data.formats import Format
-from windlass.data.select import Selection
-from windlass.data.sources import locate_row, read_rows
+from windlass.data.reading import locate_row, read_rows
+from windlass.data.select import RowSet
 from windlass.data.tokenize import encode_batch
 from windlass.observe.format import format_plural
 
@@ -24,7 +24,7 @@ def find_mistral_file(folder: Path) -> Path | None:
     return files[0] if files and find_spec("mistral_common") else None
 
 
-def compare_with_mistral(file: Path | None, rows: Selection, kind: Format, tokenizer: Any) -> tuple[str, str]:
+def compare_with_mistral(file: Path | None, rows: RowSet, kind: Format, tokenizer: Any) -> tuple[str, str]:
     """Return a fact about a set's first chats and a warning, either empty."""
     if file is None or kind.chat is None:
         return "", ""
@@ -53,7 +53,7 @@ def compare_with_mistral(file: Path | None, rows: Selection, kind: Format, token
             return "", f"{locate_row(parts, number)}: {describe_difference(ours, theirs, tokenizer)}"
         same += 1
     chats = format_plural(same, "chat")
-    return f"{rows.of.name}: {chats} compared, with the tokens that mistral-common makes of them{refused}", ""
+    return f"{rows.name}: {chats} compared, with the tokens that mistral-common makes of them{refused}", ""
 
 
 @cache

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from windlass.data.tokenize import TokenizedRows
+from windlass.data.documents import Documents
 from windlass.observe.steps import IGNORED
 from windlass.settings import WINDOW_BATCHES
 
@@ -94,7 +94,7 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def group_documents(documents: TokenizedRows, capacity: int | None) -> tuple[Order, Order]:
+def group_documents(documents: Documents, capacity: int | None) -> tuple[Order, Order]:
     """Return the documents of all rows, row after row, and where each row begins and the last one ends: packed if there
     is a capacity, else one per row."""
     count = len(documents.lengths)
@@ -154,7 +154,7 @@ def hash_rows(path: Path) -> str:
 
 
 def write_rows(
-    sets: Sequence[TokenizedRows], path: Path, *, capacity: int | None, progress: Callable[[int], None] = lambda _: None
+    sets: Sequence[Documents], path: Path, *, capacity: int | None, progress: Callable[[int], None] = lambda _: None
 ) -> list[npt.NDArray[np.int64]]:
     """Write an Arrow file of rows, set after set; `source` is a row's set. Returns the tokens of each row, of a pair
     padded: what it costs in a batch."""
@@ -167,7 +167,8 @@ def write_rows(
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for number, documents in enumerate(sets):
             members, row_edges = group_documents(documents, capacity)
-            lengths.append(np.add.reduceat(documents.padded_lengths[members], row_edges[:-1], dtype=np.int64))
+            padded = documents.sides.max(1) * documents.sides.shape[1]  # the sequences of pairs to the longer one
+            lengths.append(np.add.reduceat(padded[members], row_edges[:-1], dtype=np.int64))
             for start in range(0, len(row_edges) - 1, ROWS_PER_BLOCK):
                 block = row_edges[start : start + ROWS_PER_BLOCK + 1]
                 taken = documents.take(members[block[0] : block[-1]])

@@ -8,19 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from windlass.data.answers import common_prefix_length
+from windlass.data.answers import RenderedRow, common_prefix_length
 from windlass.data.chat import ChatTemplate
-from windlass.data.formats import (
-    Format,
-    FormatRequest,
-    FormatRow,
-    RenderedRow,
-    alpaca_reader,
-    as_text,
-    guess_columns,
-    render_chat,
-)
-from windlass.data.messages import FLAGS, arguments_as_text
+from windlass.data.formats import Format, FormatRequest, FormatSpec, alpaca_reader, as_text, guess_columns, render_chat
+from windlass.data.messages import FLAGS
 from windlass.data.reading import Row
 from windlass.errors import UserError, Where
 from windlass.runfile import Data
@@ -43,7 +34,7 @@ Messages = list[Any]
 Pair = tuple[Any, list[Any]]  # the prompt and both answers: texts, or lists of messages
 
 
-def require_pairs(data: Data, wanted: FormatRow | None, columns: Sequence[str], where: Where) -> None:
+def require_pairs(data: Data, wanted: FormatSpec | None, columns: Sequence[str], where: Where) -> None:
     """Refuse rows that are no pairs, a prompt by another name, and keys that have no effect on pairs."""
     has = f"the rows have {', '.join(map(repr, columns)) or 'no column'}"
     if wanted is None:
@@ -129,7 +120,7 @@ def make_pair_format(
         before, answers = read(row)
         if isinstance(before, str):
             at = len(before)
-            return [RenderedRow(before + answer, ((at, at + len(answer)),), remarks=bare) for answer in answers]
+            return [RenderedRow(before + answer, {0: (at, at + len(answer))}, remarks=bare) for answer in answers]
         assert template is not None
         return render_answers(template, before, answers, row.get(tools or ""))
 
@@ -137,9 +128,7 @@ def make_pair_format(
         before, answers = read(row)
         if template is None or isinstance(before, str):
             return {"messages": [], "tools": None}
-        turns = template.read([*before, *answers[0]])
-        messages = [arguments_as_text(turn.message) for turn in turns]
-        return {"messages": messages, "tools": template.read_tools(row.get(tools or ""))}
+        return template.write_request([*before, *answers[0]], row.get(tools or ""))
 
     what = f"{prompt[0]!r}, then {chosen!r} or {rejected!r}" if prompt else f"{chosen!r} and {rejected!r}"
     through = f" through {template.source}" if template and is_chat else ""
@@ -225,8 +214,8 @@ def render_answers(
         hint = "keep the last answer of such rows alone, behind the turns before it"
         raise UserError(problem, "data", hint, "turns-rewritten")
     pair = [rows[0] for rows in found]
-    require_answers([bool(row.supervised) for row in pair])
-    heads = sorted((row.text[: row.supervised[0][0]] for row in pair if row.supervised), key=len)
+    require_answers([bool(row.answers) for row in pair])
+    heads = sorted((row.text[: row.spans[0][0]] for row in pair), key=len)
     if not heads[1].startswith(heads[0]):
         raise prompt_error("the chat template writes the prompt of chosen and rejected differently")
     return pair
@@ -245,21 +234,21 @@ def prompt_error(problem: str) -> UserError:
 SPOKEN: Final = ("system", "tools", "role", "content", *FLAGS)
 # The first one whose columns exist is used.
 PAIR_FORMATS: Final = (
-    FormatRow("preference", (), ("prompt", *SIDES), SPOKEN, preference_format),
-    FormatRow(
+    FormatSpec("preference", (), ("prompt", *SIDES), SPOKEN, preference_format),
+    FormatSpec(
         "messages", ("messages_field",), ("messages", *SIDES), SPOKEN, partial(messages_format, column="messages")
     ),
-    FormatRow(
+    FormatSpec(
         "sharegpt",
         ("messages_field",),
         ("conversations", *SIDES),
         ("from", "value", *SPOKEN),
         partial(messages_format, column="conversations"),
     ),
-    FormatRow("alpaca", (), ("instruction", *SIDES), ("input", "system", "history"), alpaca_pairs),
-    FormatRow("preference", (), SIDES, SPOKEN, preference_format),
+    FormatSpec("alpaca", (), ("instruction", *SIDES), ("input", "system", "history"), alpaca_pairs),
+    FormatSpec("preference", (), SIDES, SPOKEN, preference_format),
     *(
-        FormatRow("messages", (), ("messages", rejected), SPOKEN, partial(rejected_format, rejected=rejected))
+        FormatSpec("messages", (), ("messages", rejected), SPOKEN, partial(rejected_format, rejected=rejected))
         for rejected in ("rejected_messages", "rejected_response")
     ),
 )

@@ -1,4 +1,4 @@
-"""Read the rows of a file, by its format. Imports no torch."""
+"""Read and count rows: of splits and their slices, of files by their format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,10 +23,63 @@ from windlass.errors import UserError
 from windlass.files import refuse_duplicate_keys
 
 Row = dict[str, Any]
+Parser = Callable[[Path, Any], Iterator[Row]]
 JSON_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
 JSON_KINDS |= {bool: "true or false", type(None): "null"}
 BATCH = 1000
 CHUNK_BYTES = 1 << 20  # of lines
+# Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
+LINES_BYTES = 4 << 30
+PARSED_BYTES = 256 << 20
+CHECKED_BYTES = 16 << 20  # of text, of which a sample's other lines are parsed too, in less than a second
+ROW_GROUPS = 16  # of a Parquet file that a sample is read from
+
+
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """A number of rows, or None; `how` says where the number comes from, or why it is unknown."""
+
+    count: int | None
+    how: str
+    text_bytes: int | None = None  # size of the rows' text, if known: about four bytes per token of English
+    blank: int = 0  # number of rows known to be empty, which training skips
+    blank_how: str = ""  # where that number comes from, if it isn't counted
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rows are. `format` is `hub` for a set that must still be fetched."""
+
+    name: str
+    config: str | None
+    format: str
+    how: str
+    splits: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    published: Mapping[str, RowCount] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """A source's split, or a slice of it. Bounds are rows, or per cent if written with `%`."""
+
+    source: Source
+    split: str
+    start: str = ""
+    stop: str = ""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.source.splits[self.split]
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """Return the requested range of rows: like a Python slice, per cents rounded to the nearest row."""
+
+        def edge(text: str, absent: int) -> int:
+            number = round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text or absent)
+            return min(max(number + rows if number < 0 else number, 0), rows)
+
+        start = edge(self.start, 0)
+        return start, max(start, edge(self.stop, rows))
 
 
 @dataclass(frozen=True)
@@ -42,7 +95,8 @@ class Chunk:
 
     def rows(self) -> Iterator[Row]:
         with explain_damage(self.path, self.kind):
-            yield from PARSERS[self.kind](self.path, self.items)
+            parse = FILE_FORMATS[self.kind][2]
+            yield from parse(self.path, self.items) if parse else self.items
 
     def cut(self, start: int, stop: int) -> Chunk:
         start = max(0, start)
@@ -51,7 +105,7 @@ class Chunk:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a record batch alone, without the table that it is a slice of."""
         items = self.items
-        if PARSERS[self.kind] is parse_batch:
+        if FILE_FORMATS[self.kind][2] is parse_batch:
             import pyarrow as pa
 
             sink = pa.BufferOutputStream()
@@ -67,6 +121,104 @@ def _restore_chunk(path: Path, kind: str, first: int, items: Any) -> Chunk:
 
         items = pa.ipc.open_stream(items).read_next_batch()
     return Chunk(path, kind, first, items)
+
+
+def read_rows(parts: Iterable[SplitPart]) -> Iterator[Row]:
+    """Yield every row of the parts, in the order of the files."""
+    return chain.from_iterable(chunk.rows() for chunk in read_chunks(parts))
+
+
+def locate_row(parts: Iterable[SplitPart], *numbers: int) -> str:
+    """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
+    found: dict[Path, list[str]] = {}
+    before = 0
+    for chunk in read_chunks(parts):
+        own = [str(chunk.first + number - before) for number in numbers if 0 <= number - before < len(chunk.items)]
+        if own:
+            found.setdefault(chunk.path, []).extend(own)
+        before += len(chunk.items)
+        if before > max(numbers):
+            break
+    return "; ".join(f"{path}: {'rows' if len(own) > 1 else 'row'} {', '.join(own)}" for path, own in found.items())
+
+
+def read_chunks(parts: Iterable[SplitPart], most: int | None = None) -> Iterator[Chunk]:
+    """Yield the rows of the parts unparsed, in the order of the files; at most so many."""
+
+    def chunks(part: SplitPart) -> Iterator[Chunk]:
+        for path in part.files:
+            yield from read_file_chunks(path, part.source.format)
+
+    def within(found: Iterator[Chunk], start: int, stop: int) -> Iterator[Chunk]:
+        before = 0
+        for chunk in found:
+            wanted = chunk.cut(start - before, stop - before)
+            before += len(chunk.items)
+            if wanted.items:
+                yield wanted
+            if before >= stop:
+                return
+
+    def cut(part: SplitPart) -> Iterator[Chunk]:
+        if not (part.start or part.stop):
+            return chunks(part)
+        count = count_files(part.source.format, part.files).count
+        return within(chunks(part), *part.bounds(sum(len(c.items) for c in chunks(part)) if count is None else count))
+
+    found = chain.from_iterable(map(cut, parts))
+    yield from found if most is None else within(found, 0, most)
+
+
+def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
+    """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
+
+    Of large files and of Parquet, those between are not parsed. Of a slice the first rows are yielded.
+    """
+    stride = max(1, total // max(1, wanted))
+    left = CHECKED_BYTES
+    for part in parts:
+        kind = part.source.format
+        if part.start or part.stop:
+            chunks = read_chunks([part])
+            rows = ((c.path, number, row) for c in chunks for number, row in enumerate(c.rows(), c.first))
+            yield from islice(rows, wanted)
+            continue
+        for path in part.files:
+            if kind == "parquet":
+                yield from _sample_row_groups(path, stride)
+            elif kind in ("text", "jsonl"):
+                left = yield from _sample_lines(path, kind, stride, left)
+            else:
+                numbered = enumerate(read_file(path, kind), 1)
+                yield from ((path, number, row) for number, row in islice(numbered, 0, None, stride))
+
+
+def _sample_lines(path: Path, kind: str, stride: int, left: int) -> Generator[tuple[Path, int, Row], None, int]:
+    """Yield some of a file's rows, and parse all of the first `left` bytes. Returns what is left of these."""
+    with open_file(path) as file, explain_damage(path, kind):
+        filled = (numbered for numbered in enumerate(file, 1) if not numbered[1].isspace())
+        for number, (line, text) in enumerate(filled):
+            left -= len(text)
+            if left >= 0 or not number % stride:
+                (row,) = parse_json_lines(path, [(line, text)]) if kind == "jsonl" else parse_text(path, [text])
+                if not number % stride:
+                    yield path, number + 1, row
+    return left
+
+
+def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row]]:
+    """Yield the first rows of some row groups: what follows them is not decoded."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        starts = [0, *accumulate(sizes)]
+        filled = [group for group, size in enumerate(sizes) if size]
+        chosen = filled[:: max(1, len(filled) // ROW_GROUPS)]
+        for group in chosen:
+            each = -(-file.metadata.num_rows // stride // len(chosen))
+            batch = next(file.iter_batches(each, row_groups=[group]))
+            yield from ((path, starts[group] + i, row) for i, row in enumerate(list_rows(batch), 1))
 
 
 def read_file(path: Path, kind: str) -> Iterator[Row]:
@@ -95,6 +247,33 @@ def explain_damage(path: Path, kind: str) -> Iterator[None]:
         pointer = path.is_file() and path.stat().st_size < 1000 and b"git-lfs" in path.read_bytes()
         hint = "it is a git-lfs pointer: fetch the file itself" if pointer else "check the file, or copy it again"
         raise UserError(f"can't be read as {kind}: {error}", str(path), hint, "unreadable") from None
+
+
+def count_parts(parts: Iterable[SplitPart]) -> int | None:
+    """Count the rows of splits or slices whose files are here; None if they are too large to be counted."""
+    total = 0
+    for part in parts:
+        count = count_files(part.source.format, part.files).count
+        if count is None:
+            return None
+        start, stop = part.bounds(count)
+        total += stop - start
+    return total
+
+
+def count_files(kind: str, paths: Sequence[Path]) -> RowCount:
+    """Count the rows of these files together."""
+    size = sum(path.stat().st_size for path in paths)
+    tables = kind in ("parquet", "arrow")
+    if not tables and size > (LINES_BYTES if kind in ("text", "jsonl") else PARSED_BYTES):
+        return RowCount(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)
+    try:
+        counts = [count_file(path, kind) for path in paths]
+    except (ImportError, OSError, ValueError, csv.Error, UserError) as error:
+        return RowCount(None, f"{kind} can't be counted here: {error}")
+    files = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
+    known_size = None if tables or any(path.suffix == ".gz" for path in paths) else size
+    return RowCount(sum(n for n, _ in counts), f"counted in {files}", known_size, sum(blank for _, blank in counts))
 
 
 def count_file(path: Path, kind: str) -> tuple[int, int]:
@@ -199,9 +378,8 @@ def read_table(path: Path, delimiter: str) -> Iterator[Row]:
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         for row in reader:
             if None in row:
-                raise UserError(
-                    "more fields than the header names", f"{path}:{reader.line_num}", "quote the field", "extra-fields"
-                )
+                problem = "more fields than the header names"
+                raise UserError(problem, f"{path}:{reader.line_num}", "quote the field", "extra-fields")
             yield {name: value for name, value in row.items() if value is not None}  # missing values of a short row
 
 
@@ -255,25 +433,18 @@ def read_parsed(read: Callable[[Path], Iterator[Row]], path: Path) -> Iterator[l
     raise error
 
 
-# Suffixes of each format, and what yields a chunk's items. If a folder has the same rows in several formats, the first
-# is read.
-FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]]]] = {
-    "parquet": ((".parquet",), read_batches),
-    "arrow": ((".arrow",), read_batches),
-    "jsonl": ((".jsonl", ".ndjson"), read_json_lines),
-    "json": ((".json",), partial(read_parsed, read_json_rows)),
-    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=","))),
-    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t"))),
-    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines),
+# Suffixes of each format, what yields a chunk's items, and what makes rows of them (None: they are rows). If a folder
+# has the same rows in several formats, the first is read.
+FILE_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], Iterator[Any]], Parser | None]] = {
+    "parquet": ((".parquet",), read_batches, parse_batch),
+    "arrow": ((".arrow",), read_batches, parse_batch),
+    "jsonl": ((".jsonl", ".ndjson"), read_json_lines, parse_json_lines),
+    "json": ((".json",), partial(read_parsed, read_json_rows), None),
+    "csv": ((".csv",), partial(read_parsed, partial(read_table, delimiter=",")), None),
+    "tsv": ((".tsv",), partial(read_parsed, partial(read_table, delimiter="\t")), None),
+    "text": ((".txt", ".text", ".raw", ".tokens"), read_lines, parse_text),
 }
-# What makes rows of a chunk's items.
-PARSERS: dict[str, Callable[[Path, Any], Iterator[Row]]] = {
-    **dict.fromkeys(("parquet", "arrow"), parse_batch),
-    **dict.fromkeys(("json", "csv", "tsv"), lambda _, rows: iter(rows)),
-    "jsonl": parse_json_lines,
-    "text": parse_text,
-}
-SUFFIXES = {suffix: kind for kind, (suffixes, _) in FILE_FORMATS.items() for suffix in suffixes}
+SUFFIXES = {suffix: kind for kind, (suffixes, *_) in FILE_FORMATS.items() for suffix in suffixes}
 
 
 def detect_format(path: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -49,16 +48,15 @@ def tokenize_sample(
     groups = []
     for first in range(min(GROUPS, len(located))):
         chosen = located[first::GROUPS]
-        place = partial(_locate, chosen)
+
+        def place(*numbers: int, chosen: Sequence[Located] = chosen) -> str:
+            return "; ".join(f"{path}: row {own}" for path, own, _ in (chosen[number] for number in numbers))
+
         documents = tokenize((row for *_, row in chosen), kind, tokenizer, UNCUT, place=place)
         flags = [documents.supervised[span] for span in documents.spans()]
         lengths = documents.sides.max(1).tolist()
         groups.append([(n, int(each[1:].argmax()) + 1) for n, each in zip(lengths, flags, strict=True)])
     return groups
-
-
-def _locate(located: Sequence[Located], *numbers: int) -> str:
-    return "; ".join(f"{path}: row {own}" for path, own, _ in (located[number] for number in numbers))
 
 
 def count_packed(lengths: Sequence[int], count: float, capacity: int) -> float:

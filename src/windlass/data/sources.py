@@ -1,33 +1,18 @@
-"""Find a data set's files, splits and number of rows, and read its rows. Imports no torch."""
+"""Find a data set's files, splits and number of rows. Imports no torch."""
 
 from __future__ import annotations
 
-import csv
 import difflib
 import glob
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, islice
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from windlass.data.reading import (
-    FILE_FORMATS,
-    PARSERS,
-    SUFFIXES,
-    Chunk,
-    Row,
-    count_file,
-    detect_format,
-    explain_damage,
-    list_rows,
-    open_file,
-    read_file,
-    read_file_chunks,
-)
+from windlass.data.reading import FILE_FORMATS, SUFFIXES, RowCount, Source, SplitPart, count_files, detect_format
 from windlass.errors import UserError, Where
 from windlass.files import read_json
 from windlass.model.files import HEADERS, PUBLISHED
@@ -42,58 +27,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 ALIASES |= {"testing": "test", "eval": "test"}
 SLICE = re.compile(r"(?P<name>[^\[\]+]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
-# Larger files are not read only to count rows: counting lines takes seconds, parsing as long or longer.
-LINES_BYTES = 4 << 30
-PARSED_BYTES = 256 << 20
-CHECKED_BYTES = 16 << 20  # of text, of which a sample's other lines are parsed too, in less than a second
-ROW_GROUPS = 16  # of a Parquet file that a sample is read from
-
-
-@dataclass(frozen=True, slots=True)
-class RowCount:
-    """A number of rows, or None; `how` says where the number comes from, or why it is unknown."""
-
-    count: int | None
-    how: str
-    text_bytes: int | None = None  # size of the rows' text, if known: about four bytes per token of English
-    blank: int = 0  # number of rows known to be empty, which training skips
-    blank_how: str = ""  # where that number comes from, if it isn't counted
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where rows are. `format` is `hub` for a set that must still be fetched."""
-
-    name: str
-    config: str | None
-    format: str
-    how: str
-    splits: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    published: Mapping[str, RowCount] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitPart:
-    """A source's split, or a slice of it. Bounds are rows, or per cent if written with `%`."""
-
-    source: Source
-    split: str
-    start: str = ""
-    stop: str = ""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.source.splits[self.split]
-
-    def bounds(self, rows: int) -> tuple[int, int]:
-        """Return the requested range of rows: like a Python slice, per cents rounded to the nearest row."""
-
-        def edge(text: str, absent: int) -> int:
-            number = round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text or absent)
-            return min(max(number + rows if number < 0 else number, 0), rows)
-
-        start = edge(self.start, 0)
-        return start, max(start, edge(self.stop, rows))
 
 
 def parse_split(spec: str, source: Source, where: str) -> tuple[SplitPart, ...]:
@@ -110,9 +43,8 @@ def parse_split(spec: str, source: Source, where: str) -> tuple[SplitPart, ...]:
         alike = [split for split in splits if canonical_split(split) == canonical_split(name)]
         if name not in splits and len(alike) != 1:
             hint = "name one of these, or hold rows out of the training split with data.val_fraction"
-            raise UserError(
-                f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}", where, hint, "no-such-split"
-            )
+            problem = f"the data has no split {name!r}; it has {', '.join(map(repr, splits))}"
+            raise UserError(problem, where, hint, "no-such-split")
         parts.append(SplitPart(source, name if name in splits else alike[0], match["start"] or "", match["stop"] or ""))
     return tuple(parts)
 
@@ -125,107 +57,6 @@ def parse_split_name(name: str) -> str | None:
     """Return the split in the name of a file or folder: train-00000-of-00002, wiki.valid, dev."""
     named = {canonical_split(word) for word in re.split(r"[^A-Za-z]+", name)} & {"train", "validation", "test"}
     return named.pop() if len(named) == 1 else None
-
-
-def read_rows(parts: Iterable[SplitPart]) -> Iterator[Row]:
-    """Yield every row of the parts, in the order of the files."""
-    return chain.from_iterable(chunk.rows() for chunk in read_chunks(parts))
-
-
-def locate_row(parts: Iterable[SplitPart], *numbers: int) -> str:
-    """Return the file that has a row of the parts (counted from 0), and the row's number in it, from 1."""
-    found: dict[Path, list[str]] = {}
-    before = 0
-    for chunk in read_chunks(parts):
-        own = [str(chunk.first + number - before) for number in numbers if 0 <= number - before < len(chunk.items)]
-        if own:
-            found.setdefault(chunk.path, []).extend(own)
-        before += len(chunk.items)
-        if before > max(numbers):
-            break
-    return "; ".join(f"{path}: {'rows' if len(own) > 1 else 'row'} {', '.join(own)}" for path, own in found.items())
-
-
-def read_chunks(parts: Iterable[SplitPart], most: int | None = None) -> Iterator[Chunk]:
-    """Yield the rows of the parts unparsed, in the order of the files; at most so many."""
-
-    def chunks(part: SplitPart) -> Iterator[Chunk]:
-        for path in part.files:
-            yield from read_file_chunks(path, part.source.format)
-
-    def within(found: Iterator[Chunk], start: int, stop: int) -> Iterator[Chunk]:
-        before = 0
-        for chunk in found:
-            wanted = chunk.cut(start - before, stop - before)
-            before += len(chunk.items)
-            if wanted.items:
-                yield wanted
-            if before >= stop:
-                return
-
-    def cut(part: SplitPart) -> Iterator[Chunk]:
-        if not (part.start or part.stop):
-            return chunks(part)
-        count = count_files(part.source.format, part.files).count
-        return within(chunks(part), *part.bounds(sum(len(c.items) for c in chunks(part)) if count is None else count))
-
-    found = chain.from_iterable(map(cut, parts))
-    yield from found if most is None else within(found, 0, most)
-
-
-def iter_located_rows(parts: Iterable[SplitPart]) -> Iterator[tuple[Path, int, Row]]:
-    for chunk in read_chunks(parts):
-        yield from ((chunk.path, number, row) for number, row in enumerate(chunk.rows(), chunk.first))
-
-
-def sample_rows(parts: Sequence[SplitPart], total: int, wanted: int) -> Iterator[tuple[Path, int, Row]]:
-    """Yield about `wanted` of `total` rows spread over the files, each with its file and its number there, from 1.
-
-    Of large files and of Parquet, those between are not parsed. Of a slice the first rows are yielded.
-    """
-    stride = max(1, total // max(1, wanted))
-    left = CHECKED_BYTES
-    for part in parts:
-        kind = part.source.format
-        if part.start or part.stop:
-            yield from islice(iter_located_rows([part]), wanted)
-            continue
-        for path in part.files:
-            if kind == "parquet":
-                yield from _sample_row_groups(path, stride)
-            elif kind in ("text", "jsonl"):
-                left = yield from _sample_lines(path, kind, stride, left)
-            else:
-                rows = enumerate(read_file(path, kind), 1)
-                yield from ((path, number, row) for number, row in islice(rows, 0, None, stride))
-
-
-def _sample_lines(path: Path, kind: str, stride: int, left: int) -> Generator[tuple[Path, int, Row], None, int]:
-    """Yield some of a file's rows, and parse all of the first `left` bytes. Returns what is left of these."""
-    with open_file(path) as file, explain_damage(path, kind):
-        filled = (numbered for numbered in enumerate(file, 1) if not numbered[1].isspace())
-        for number, (line, text) in enumerate(filled):
-            left -= len(text)
-            if left >= 0 or not number % stride:
-                (row,) = PARSERS[kind](path, [(line, text) if kind == "jsonl" else text])
-                if not number % stride:
-                    yield path, number + 1, row
-    return left
-
-
-def _sample_row_groups(path: Path, stride: int) -> Iterator[tuple[Path, int, Row]]:
-    """Yield the first rows of some row groups: what follows them is not decoded."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        starts = [0, *accumulate(sizes)]
-        filled = [group for group, size in enumerate(sizes) if size]
-        chosen = filled[:: max(1, len(filled) // ROW_GROUPS)]
-        for group in chosen:
-            each = -(-file.metadata.num_rows // stride // len(chosen))
-            batch = next(file.iter_batches(each, row_groups=[group]))
-            yield from ((path, starts[group] + i, row) for i, row in enumerate(list_rows(batch), 1))
 
 
 # --- from data.dataset_name_or_path to files ---
@@ -433,30 +264,3 @@ def count_rows(data: Data, split: str, where: Where = str, key: str = "data.trai
         blank = blank + rows.blank * share
         size = size + (rows.text_bytes or 0) * share
     return RowCount(round(total), rows.how, round(size) or None, round(blank), rows.blank_how)
-
-
-def count_parts(parts: Iterable[SplitPart]) -> int | None:
-    """Count the rows of splits or slices whose files are here; None if they are too large to be counted."""
-    total = 0
-    for part in parts:
-        count = count_files(part.source.format, part.files).count
-        if count is None:
-            return None
-        start, stop = part.bounds(count)
-        total += stop - start
-    return total
-
-
-def count_files(kind: str, paths: Sequence[Path]) -> RowCount:
-    """Count the rows of these files together."""
-    size = sum(path.stat().st_size for path in paths)
-    tables = kind in ("parquet", "arrow")
-    if not tables and size > (LINES_BYTES if kind in ("text", "jsonl") else PARSED_BYTES):
-        return RowCount(None, f"{size / 2**30:.1f} GiB of {kind} are not read to be counted", size)
-    try:
-        counts = [count_file(path, kind) for path in paths]
-    except (ImportError, OSError, ValueError, csv.Error, UserError) as error:
-        return RowCount(None, f"{kind} can't be counted here: {error}")
-    files = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
-    known_size = None if tables or any(path.suffix == ".gz" for path in paths) else size
-    return RowCount(sum(n for n, _ in counts), f"counted in {files}", known_size, sum(blank for _, blank in counts))

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.formats import Format
 from windlass.data.packing import group_documents, list_row_columns, shuffle
-from windlass.data.reading import split_into_batches
-from windlass.data.select import Selection
-from windlass.data.sources import locate_row, read_rows
+from windlass.data.reading import locate_row, read_rows, split_into_batches
+from windlass.data.select import RowSet
 from windlass.data.tokenize import tokenize
 from windlass.errors import UserError
 
@@ -23,7 +22,7 @@ WINDOW_ROWS = 4096
 
 
 def stream_rows(
-    sets: Sequence[tuple[Selection, Format]],
+    sets: Sequence[tuple[RowSet, Format]],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     capacity: int | None,
@@ -39,7 +38,7 @@ def stream_rows(
 
     names = list_row_columns(partial=True, packed=capacity is not None)
 
-    def rows_of(selection: Selection, format_: Format) -> Iterator[dict[str, Any]]:
+    def rows_of(selection: RowSet, format_: Format) -> Iterator[dict[str, Any]]:
         threads = get_worker_info() is None  # a data loader's worker is forked and has one thread only
         for epoch in itertools.count():
             rows = 0
@@ -62,7 +61,7 @@ def stream_rows(
         streams = [rows_of(selection, format_) for selection, format_ in sets]
         if len(streams) == 1:
             yield from streams[0]
-        weights = [(selection.of.part and selection.of.part.weight) or 1 for selection, _ in sets]
+        weights = [(selection.part and selection.part.weight) or 1 for selection, _ in sets]
         taken = [0] * len(sets)
         while True:  # next, the set furthest behind its share: every stretch of the mix follows the weights
             source = min(range(len(sets)), key=lambda i: ((taken[i] + 1) / weights[i], i))

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from windlass.data.choose import choose_format
-from windlass.data.reading import Chunk
-from windlass.data.sources import SplitPart
-from windlass.data.tokenize import Tokenized, tokenize_rows
+from windlass.data.documents import Documents, Found
+from windlass.data.formats import render_rows
+from windlass.data.reading import Chunk, SplitPart
+from windlass.data.tokenize import tokenize_rows
 from windlass.errors import RunError, UserError
 from windlass.hardware import count_usable_cpus
 
@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 # Input for which another process is worth its start, which takes as long as this much of tokenizing.
 WORKER_BYTES = 4 << 20
 AHEAD = 2  # chunks for each process that are in work or wait for those before them
+Tokenized = tuple[Documents, Found]
+Setup = tuple["Data", Sequence[str], Any, int]  # what makes a format, whose functions can't be sent, and max_length
 COMMAND = "from windlass.data.workers import serve; serve()"
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a process makes a format of, whose functions can't be sent to it."""
-
-    data: Data
-    columns: Sequence[str]
-    tokenizer: Any
-    max_length: int
 
 
 def count_workers(parts: Sequence[SplitPart], tokenizer: Any) -> int:
@@ -111,21 +103,16 @@ def ask(worker: subprocess.Popen[bytes], questions: Sequence[Any]) -> Tokenized:
         worker.stdin.flush()
         answer = pickle.load(worker.stdout)
     except (EOFError, OSError, pickle.UnpicklingError):
-        raise lost_worker_error(worker.wait()) from None
+        status = worker.wait()
+        how = f"exited with {status}"
+        hint = "its last words are above"
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+            hint = "if memory ran out, give the job more of it, or fewer processors: each has a process"
+        raise RunError(f"a process that tokenizes {how}", "data", hint, "lost-process") from None
     if isinstance(answer, Exception):
         raise answer
-    result: Tokenized = answer
-    return result
-
-
-def lost_worker_error(status: int) -> RunError:
-    """Return the error for a process that ended before its work did."""
-    how = f"exited with {status}"
-    hint = "its last words are above"
-    if status < 0:
-        how = f"was killed by {signal.Signals(-status).name}"
-        hint = "if memory ran out, give the job more of it, or fewer processors: each has a process"
-    return RunError(f"a process that tokenizes {how}", "data", hint, "lost-process")
+    return cast(Tokenized, answer)
 
 
 def serve() -> None:
@@ -139,7 +126,7 @@ def serve() -> None:
         while True:
             chunk = pickle.load(questions)
             try:
-                tokenize = tokenize or prepare(given)
+                tokenize = tokenize or make_tokenizing(given)
                 pickle.dump(tokenize(chunk), answers, pickle.HIGHEST_PROTOCOL)
             except BrokenPipeError:
                 raise
@@ -149,7 +136,7 @@ def serve() -> None:
             answers.flush()
 
 
-def prepare(given: bytes) -> Callable[[Chunk], Tokenized]:
-    setup: Setup = pickle.loads(given)
-    kind = choose_format(setup.data, setup.columns, setup.tokenizer)
-    return lambda chunk: tokenize_rows(chunk.rows(), kind, setup.tokenizer, setup.max_length)
+def make_tokenizing(given: bytes) -> Callable[[Chunk], Tokenized]:
+    data, columns, tokenizer, max_length = pickle.loads(given)
+    kind = choose_format(data, columns, tokenizer)
+    return lambda chunk: tokenize_rows(*render_rows(chunk.rows(), kind), kind, tokenizer, max_length)

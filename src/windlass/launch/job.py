@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from windlass import run_folder
-from windlass.data.mix import list_all_sets
+from windlass.data.select import list_all_sets
 from windlass.errors import Problem, RunError, UserError, require_writable
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB

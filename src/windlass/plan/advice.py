@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 
 from windlass import hardware
-from windlass.data.inputs import find_absent_data, find_absent_files, is_expected_here
+from windlass.data.inputs import find_absent_data, find_absent_files
 from windlass.errors import Problem
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
@@ -141,7 +142,9 @@ def _find_absent_inputs(plan: Plan) -> Iterator[Caution]:
     run = plan.run
     is_local = run.cluster.platform == "local" and plan.base.path is not None
     for path, problem in (*find_absent_data(run.data, plan.where), *find_absent_files(run, plan.where)):
-        if is_local or is_expected_here(path):
+        parent = Path(path).expanduser().parent
+        # A path should be on this machine, not another, if its folder is, or if it is relative to this one.
+        if is_local or parent.is_dir() or not parent.is_absolute():
             yield Caution(f"{problem.where}: {problem.problem} ({problem.hint})")
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from windlass.data import mix
 from windlass.data.inputs import fingerprint_inputs
-from windlass.data.sources import RowCount, count_rows, parse_split, read_rows, resolve_source, sample_rows
+from windlass.data.reading import RowCount, read_rows, sample_rows
+from windlass.data.select import RowSet, count_per_epoch, list_all_sets, list_training_sets
+from windlass.data.sources import count_rows, parse_split, resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
 from windlass.observe.format import format_plural
@@ -40,7 +41,7 @@ Document = tuple[int, int]  # its tokens (a pair's: of its longer side), positio
 class SplitSample:
     """A split's number of rows, and the documents that a sample of its rows makes."""
 
-    of: mix.RowSet
+    of: RowSet
     rows: RowCount
     fraction: float = 0.0  # of the documents that is held out
     sampled: int = 0  # rows; 0 if only their mean length is known
@@ -152,7 +153,7 @@ class DataSample:
         if None not in made:
             known = [max(1, round(each[0])) if each else 0 for each in made]
             rows = [round((split.rows.count or 0) * (1 - split.fraction)) for split in self.train]
-            epoch = mix.count_per_epoch(sets, rows, known)
+            epoch = count_per_epoch(sets, rows, known)
             sequences = sum(epoch)
             if data.mix:
                 reason = ", ".join(f"{n:,} of {of.name}" for n, of in zip(epoch, sets, strict=True))
@@ -205,25 +206,22 @@ def _count_packed(lengths: Sequence[int], count: float, limit: int) -> float:
 
 def sample_data(data: Data, tokenizer: Path | None, where: Where) -> DataSample:
     """Sample the rows of all sets that are here, with the tokenizer in this folder, if there is one."""
-    trained = mix.list_training_sets(data, where)
+    trained = list_training_sets(data, where)
     wanted = max(1, ROWS // len(trained))
     opened = _open_tokenizer(tokenizer)
     train = []
     evaluated = []
+    kept: list[SplitSample] = []
     for of in trained:
         validation = _sample_split(of, of.data.validation_split, "data.val_split", wanted // 4, opened)
         fraction = 0.0 if validation else of.data.val_fraction or 0.0
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted, opened, fraction)
         train += [split] if split else [SplitSample(of, RowCount(None, "the training split is missing"))]
         evaluated += [validation] if validation else []
-    for of in mix.list_evaluation_sets(data, where):
+    for of in list_all_sets(data, where)[len(trained) :]:
         split = _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened)
-        evaluated += [split] if split else []
-    kept = [
-        split
-        for of in mix.list_kept_sets(data, where)
-        if (split := _sample_split(of, of.data.train_split, "data.train_split", wanted // 4, opened))
-    ]
+        if split:
+            (kept if of.kept else evaluated).append(split)
     return DataSample(train, evaluated, tokenizer, kept)
 
 
@@ -238,7 +236,7 @@ def _open_tokenizer(folder: Path | None) -> Any:
 
 
 def _sample_split(
-    of: mix.RowSet, split: str | None, key: str, wanted: int, tokenizer: Any, fraction: float = 0.0
+    of: RowSet, split: str | None, key: str, wanted: int, tokenizer: Any, fraction: float = 0.0
 ) -> SplitSample | None:
     """Sample a split; None if there is none."""
     if split is None:

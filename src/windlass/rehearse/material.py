@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ import numpy as np
 from windlass import tiny
 from windlass.data.audit import audit_split, find_ended_parts, find_problems
 from windlass.data.choose import choose_format
+from windlass.data.documents import Documents
 from windlass.data.formats import parse_template
-from windlass.data.mix import RowSet, list_evaluation_sets, list_kept_sets, list_training_sets
-from windlass.data.reading import Row
-from windlass.data.select import check_selection, select_rows
-from windlass.data.sources import locate_row, read_rows, resolve_source
-from windlass.data.tokenize import TokenizedRows, tokenize
+from windlass.data.reading import Row, locate_row, read_rows
+from windlass.data.select import list_all_sets, list_training_sets, require_validation, select_rows
+from windlass.data.sources import resolve_source
+from windlass.data.tokenize import tokenize
 from windlass.errors import UserError, Where, raise_all
 from windlass.files import read_json
 from windlass.model import Base, find_base, read_base
@@ -99,14 +99,12 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
     stand_ins = list[str]()
     vocab = base.dims["vocab"] if base.path else None
     trained = list_training_sets(data, where)
-    sets = list[RowSet]()
     taken: list[dict[str, list[Row]]] = []  # per set, by split
     places: list[dict[str, Any]] = []  # places of the rows, likewise
     columns = list[tuple[str, ...]]()
-    selections = []
-    kept = list_kept_sets(data, where)
-    for of in (*trained, *list_evaluation_sets(data, where), *kept):
-        sets.append(of)
+    sets = list_all_sets(data, where)
+    selected = []
+    for of in sets:
         places.append({})
         if reason := find_unreachable_reason(of.data, of.where):
             forms = list_requested_columns(of.data)
@@ -116,7 +114,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
             continue
         selection = select_rows(of, lambda _: None)
         rows = dict[str, list[Row]]()
-        selections.append(replace(selection, evaluated=len(sets) > len(trained), kept=of in kept))
+        selected.append(selection)
         columns.append(selection.columns)
         for name, parts in (("train", selection.train), ("validation", selection.validation)):
             if parts:
@@ -132,8 +130,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                 f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some", "no-rows"
             )
         taken.append(rows)
-    if len(selections) == len(sets):
-        raise_all(check_selection(run, selections, where))
+    if len(selected) == len(sets):
+        require_validation(run, selected, where)
     if base.path is None:
         what = f"{STAND_IN_VOCAB} tokens in Mistral's format stand in"
         stand_ins.append(f"tokenizer and chat template: the model's folder is not on this machine; {what}")
@@ -143,7 +141,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
     tokens = {
-        name: TokenizedRows.concatenate(found)
+        name: Documents.concatenate(found)
         for name in ("train", "validation")
         if (found := [each[name] for each in made[: len(trained)] if name in each])
     }
@@ -260,7 +258,7 @@ def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:
     return [fill(forms, text) for text in itertools.islice(itertools.cycle(lines), count)]
 
 
-def check_ends(documents: TokenizedRows, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
+def check_ends(documents: Documents, tokenizer: Any, base: Base, longest: int, where: Where) -> str:
     """Check that the model will learn to stop: rows must end with a supervised token that generation stops at."""
     sources: list[tuple[str, Any]] = [("the tokenizer", tokenizer.eos_token_id)]
     if base.path is not None:

@@ -10,9 +10,8 @@ import pyarrow as pa
 from windlass.data.choose import choose_format
 from windlass.data.formats import Format
 from windlass.data.packing import iter_documents
-from windlass.data.reading import Row, split_into_batches
-from windlass.data.select import select_all
-from windlass.data.sources import read_rows
+from windlass.data.reading import Row, read_rows, split_into_batches
+from windlass.data.select import list_all_sets, select_rows
 from windlass.data.tokenize import encode_batch
 from windlass.errors import UserError, Where
 from windlass.runfile import RunFile
@@ -44,12 +43,12 @@ def add_chats(rows: Sequence[dict[str, Any]], run: RunFile, where: Where, tokeni
     """Add the chat of each row that was one, and all of its tokens, by reading the data set again."""
     wanted = {tuple(row["ids"]): row for row in rows}
     most = min(TOKENS, run.data.length)
-    for selection in select_all(run.data, where, lambda _: None):
-        of = selection.of
-        kind = choose_format(of.data, selection.columns, tokenizer, of.where)
+    for listed in list_all_sets(run.data, where):
+        selected = select_rows(listed, lambda _: None)
+        kind = choose_format(selected.data, selected.columns, tokenizer, selected.where)
         if kind.chat is None:
             continue
-        parts = (*selection.validation, *selection.train)
+        parts = (*selected.validation, *selected.train)
         for batch in split_into_batches(itertools.islice(read_rows(parts), READ)):
             pairs = [(source, rendered) for source in batch for rendered in kind.render(source)]
             encoded = encode_batch([rendered for _, rendered in pairs], tokenizer)

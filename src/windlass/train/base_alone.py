@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from windlass.data.prepare import hash_text
+from windlass.data.inputs import hash_text
 from windlass.files import WriteGuard, read_json, write_json
 from windlass.plan import Plan
 from windlass.ranks import collectives

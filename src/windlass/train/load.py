@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from windlass.compat import find_local_part
-from windlass.data.prepare import open_tokenizer
+from windlass.data.tokenize import open_tokenizer
 from windlass.errors import RunError
 from windlass.model import Base
 from windlass.model.stored import UNTIE, find_untied_heads

@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import run_folder
-from windlass.data.prepare import PreparedData, hash_text, prepare_data
+from windlass.data.inputs import hash_text
+from windlass.data.prepare import PreparedData, prepare_data
 from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json

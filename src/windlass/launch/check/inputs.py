@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data import sources
 from windlass.data.inputs import find_absent_files
-from windlass.data.mix import list_all_sets
+from windlass.data.select import list_all_sets
 from windlass.errors import UserError, find_install_command
 from windlass.hardware import GIB, Gpus
 from windlass.launch.check.results import (
@@ -122,7 +122,7 @@ def check_tokenizer(plan: Plan) -> tuple[Any, Result]:
     if plan.base.path is None:
         return None, skipped("tokenizer", "it comes with the weights")
     try:
-        from windlass.data.prepare import open_tokenizer
+        from windlass.data.tokenize import open_tokenizer
 
         tokenizer = open_tokenizer(plan.base, plan.run.model, plan.where)
     except ImportError as error:
@@ -149,7 +149,7 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
     sets = list_all_sets(loaded.run.data, loaded.where)
     try:
         from windlass.data.choose import choose_format
-        from windlass.data.select import check_selection, select_all
+        from windlass.data.select import require_validation, select_rows
 
         for each in sets:
             name = each.data.dataset_name_or_path
@@ -158,29 +158,29 @@ def check_data(c: Context, loaded: Loaded, tokenizer: Any) -> Result:
             if sources.resolve_source(each.data, each.where).format == "hub":
                 hint = "download it before with `windlass fetch RUN`"
                 return skipped("data", f"{name} is downloaded from the Hub", hint)
-        selections = select_all(run.data, loaded.where, lambda _: None)
-        columns = dict.fromkeys(column for each in selections for column in each.columns)
+        selected = [select_rows(each, lambda _: None) for each in sets]
+        columns = dict.fromkeys(column for each in selected for column in each.columns)
         chat = bool(run.data.messages_field) or {"messages", "conversations", "instruction", "chosen"} & columns.keys()
         if tokenizer is None and chat:
             return skipped("data", f"{', '.join(columns)}: rendering chats needs the tokenizer")
-        forms = [choose_format(each.of.data, each.columns, tokenizer, each.of.where) for each in selections]
-        unread = sample_data(run.data, None, loaded.where).problems
+        forms = [choose_format(each.data, each.columns, tokenizer, each.where) for each in selected]
+        if unread := sample_data(run.data, None, loaded.where).problems:
+            return problems_to_results("data", unread)[0]
+        require_validation(run, selected, loaded.where)
     except UserError as error:
         return problems_to_results("data", error.problems)[0]
     except ImportError as error:
         return skipped("data", f"{error.name} is not installed")
-    if problems := [*unread, *check_selection(run, selections, loaded.where)]:
-        return problems_to_results("data", problems)[0]
     validation = ", no validation rows"
-    if selections[0].validation:
+    if selected[0].validation:
         validation = f", validation {run.data.validation_split}"
     elif run.data.val_fraction:
         validation = f", {run.data.val_fraction:.1%} of them held out to validate"
-    seen = f"{selections[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
+    seen = f"{selected[0].source.how}: {forms[0].description}; train {run.data.train_split}{validation}"
     if len(sets) > 1:
-        named = zip(selections, forms, strict=True)
-        seen = "; ".join(f"{each.of.name}: {each.source.how}: {form.description}" for each, form in named)
-    if not any(each.validated for each in selections) and run.train.eval_strategy != "no":
+        named = zip(selected, forms, strict=True)
+        seen = "; ".join(f"{each.name}: {each.source.how}: {form.description}" for each, form in named)
+    if not any(each.validated for each in selected) and run.train.eval_strategy != "no":
         hint = "hold some out with data.val_fraction: 0.05, or set train.eval_strategy: no"
         return warned("data", f"{seen}, so nothing is evaluated", hint, loaded.where("data.val_split"))
     return passed("data", seen)

@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.data import sources
-from windlass.data.mix import list_all_sets
+from windlass.data.select import list_all_sets
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.hardware import read_text

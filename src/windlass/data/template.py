@@ -1,18 +1,26 @@
-"""What a chat template reads: the variables of its Jinja, and what it looks for in messages."""
+"""Chat templates: by name, windlass's own, the tokenizer's, in files; what their Jinja reads, and looks for."""
 
 from __future__ import annotations
 
+import ctypes
 import difflib
+import json
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.messages import KEYS
 from windlass.errors import UserError, Where
+from windlass.runfile.rows import is_template
 
 if TYPE_CHECKING:
     from jinja2 import nodes
 
+TEMPLATES = Path(__file__).parent / "templates"
+CONTROL = re.compile(r"<\|[a-z_]+\|>|\[/?[A-Z_]+\]")  # how templates write control tokens
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # Methods and filters whose result has a text, or equals it, only if the content has it.
 KEEPING = re.compile(
@@ -21,6 +29,44 @@ KEEPING = re.compile(
 )
 OF_MAPPINGS = ("get", "items", "dictsort")  # which a text doesn't have
 TESTS = re.compile("defined|undefined|none|string|mapping|iterable|sequence|number|boolean|true|false")
+
+
+def require_tokens(name: str, tokenizer: Any, place: str) -> None:
+    """Refuse a fallback whose control tokens would be spelt out: the model knows none of them."""
+    vocabulary = tokenizer.get_vocab()
+    absent = {other: {*CONTROL.findall(read_template(other))} - {*vocabulary} for other in (name, "chatml", "llama3")}
+    if absent[name]:
+        fitting = next((other for other, tokens in absent.items() if not tokens), "alpaca")
+        problem = (
+            f"the tokenizer has no chat template, and no {', '.join(sorted(absent[name]))} for {name.capitalize()}'s"
+        )
+        hint = f"set data.chat_template: {fitting}, or the template that the model was trained with"
+        raise UserError(problem, place, hint, "no-chat-template")
+
+
+def read_template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def find_template(asked: str, own: Any, place: str) -> tuple[str, str]:
+    """Find a template by name, in the tokenizer or here; or take the template itself, or a file."""
+    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+    if isinstance(own, dict) and asked in own:
+        return own[asked], f"the tokenizer's chat template {asked!r}"
+    if asked in names:
+        return read_template(asked), f"the chat template {asked!r}"
+    if is_template(asked):
+        return asked, "data.chat_template"
+    try:
+        text = Path(asked).expanduser().read_text(encoding="utf-8")
+        return (json.loads(text)["chat_template"] if asked.endswith(".json") else text), asked
+    except OSError as error:
+        close = difflib.get_close_matches(asked, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"write one of {', '.join(names)}, a file, or the template"
+        raise UserError(f"no chat template {asked!r}: {error.strerror}", place, hint, "no-such-template") from None
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{asked} is not a chat template: {error}"
+        raise UserError(problem, place, "name a .jinja file", "not-a-template") from None
 
 
 def parse_template(template: str) -> nodes.Template:
@@ -123,9 +169,25 @@ def require_variables(template: str, kwargs: Mapping[str, Any], where: Where) ->
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"remove it; the template uses {', '.join(known)}"
-            raise UserError(
-                f"the chat template doesn't use a variable {name!r}",
-                where("data.template_kwargs"),
-                hint,
-                "unused-variable",
-            )
+            problem = f"the chat template doesn't use a variable {name!r}"
+            raise UserError(problem, where("data.template_kwargs"), hint, "unused-variable")
+
+
+def run_within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Run what may never end, such as somebody else's template, in a thread that is ended after so many seconds, with
+    TimeoutError."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # also the SystemExit that ends it
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise
