@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import NamedTuple
 
 from windlass.errors import UserError, is_written
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, BatchSize, Cost, Workload, estimate_cost
-from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
+from windlass.plan.layout import AUTO, OPEN, Layout, list_divisors, resolve_layout, why_not_expert_parallel
 from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
@@ -25,6 +23,7 @@ SPLIT = "context_parallel"
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
 NamedLayout = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
+Contenders = tuple["Candidate", ...]
 BatchesOf = Callable[[int], tuple[BatchSize, ...]]  # number of readers -> the ways to split an optimizer step over them
 
 
@@ -43,6 +42,9 @@ class Candidate:
     def seconds(self) -> float:
         return self.cost.step_seconds
 
+    def with_reason(self, reason: str) -> Candidate:
+        return replace(self, layout=replace(self.layout, reason=reason))
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
@@ -55,28 +57,18 @@ class Search:
     kept_dtype: str  # the checkpoint's quantized dtype, if the base can stay in it
     shards: bool  # the model can be sharded
     other_nodes: bool  # compare other numbers of nodes too: there is a network between them
+    barred: Mapping[str, str]  # layouts that the rest of the run rules out on several ranks, and why
 
-    def compare(self, layouts: Sequence[NamedLayout], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
+    def compare(self, layouts: Sequence[NamedLayout]) -> Contenders:
         able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
-        return compare_layouts(self.work, self.lengths, able, self.batches, barred)
+        return compare_layouts(self.work, self.lengths, able, self.batches, self.barred)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A run's layout with its micro-batch, and those that it was compared with."""
-
-    best: Candidate
-    contenders: tuple[Candidate, ...]
-    impossible: Mapping[str, str]  # impossible layouts, and why
-
-    def with_reason(self, reason: str) -> Choice:
-        return replace(self, best=replace(self.best, layout=replace(self.best.layout, reason=reason)))
-
-
-def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice:
-    """Choose the layout that is requested, or the best. What no key sets is tried only if nothing fits otherwise:
-    activations recomputed, then also layer inputs in host memory, then also rows split over GPUs, if a micro-batch of
-    one row is too large. `place`: where the run file sets the layout, for errors."""
+def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candidate, Contenders]:
+    """Choose the layout that is requested, or the best; return also what it was compared with. What no key sets is
+    tried only if nothing fits otherwise: activations recomputed, then also layer inputs in host memory, then also rows
+    split over GPUs, if a micro-batch of one row is too large. `place`: where the run file sets the layout, for errors.
+    """
     ways = [request]
     if request.activation_checkpointing is None:
         ways.append(replace(request, activation_checkpointing=True))
@@ -85,21 +77,21 @@ def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice
     choices = []
     for way in ways:
         choices.append(choose(search, way, place))
-        if choices[-1].best.cost.fits:
-            return _explain_way(choices[-1], request, way)
-    first = choices[0]
-    one_row = first.best.cost.batch.micro == 1
-    if not one_row or request.context_parallel or not search.work.splits:
-        return first
+        best, contenders = choices[-1]
+        if best.cost.fits:
+            return _explain_way(best, request, way), contenders
+    first, contenders = choices[0]
+    if first.cost.batch.micro > 1 or request.context_parallel or not search.work.splits:
+        return first, contenders
     for way in [way for way in ways if way.activation_checkpointing == ways[-1].activation_checkpointing]:
-        split = choose(search, way, place, search.work.splits)
-        if split.best.cost.fits:
-            parts = f"rows are split over {split.best.layout.context_parallel} GPUs"
-            return _explain_way(split, request, way, parts)
-    return replace(first, contenders=split.contenders)
+        best, contenders = choose(search, way, place, search.work.splits)
+        if best.cost.fits:
+            parts = f"rows are split over {best.layout.context_parallel} GPUs"
+            return _explain_way(best, request, way, parts), contenders
+    return first, contenders
 
 
-def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, split: str = "") -> Choice:
+def _explain_way(best: Candidate, request: Layout, way: Layout, split: str = "") -> Candidate:
     """Add to the layout's reason what the request leaves open and the run needs in order to fit."""
     words = [split] if split else []
     if way.activation_checkpointing and not request.activation_checkpointing and not split:
@@ -107,13 +99,14 @@ def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, spl
     if way.offload_activations and not request.offload_activations:
         words.append("layer inputs are in host memory")
     if not words:
-        return choice
-    return choice.with_reason(f"{choice.best.layout.reason}; {' and '.join(words)}, it doesn't fit without")
+        return best
+    return best.with_reason(f"{best.layout.reason}; {' and '.join(words)}, it doesn't fit without")
 
 
-def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[int] = ()) -> Choice:
-    """Choose the layout that is requested, or the best. `splits`: compare these numbers of GPUs to split rows over."""
-    layouts, impossible = list_layouts(request, search.experts, search.kept_dtype)
+def choose(search: Search, request: Layout, place: str, splits: Sequence[int] = ()) -> tuple[Candidate, Contenders]:
+    """Choose the layout that is requested, or the best; return also what it was compared with. `splits`: compare these
+    numbers of GPUs to split rows over."""
+    layouts = list_layouts(request, search.experts, search.kept_dtype)
     if not search.other_nodes:
         layouts = [(name, layout) for name, layout in layouts if layout.nodes == request.nodes]
     layouts += [
@@ -122,7 +115,7 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
         for title, layout in layouts
         if layout.nodes == request.nodes
     ]
-    contenders = search.compare(layouts, request.barred)
+    contenders = search.compare(layouts)
     if any(c.here and c.cost.fits for c in contenders):  # then those that don't fit in spite of split rows say nothing
         contenders = tuple(c for c in contenders if c.cost.fits or c.layout.context_parallel not in splits)
     if request.name == AUTO:
@@ -143,28 +136,25 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
             text = f"{model} can't be sharded: it reads weights that FSDP2 would not have gathered"
             hint = "set layout.name: resident"
         raise UserError(text, place, hint, code)
-    choice = Choice(best, contenders, impossible)
     if request.name == AUTO:
-        return choice
-    reason = f"set by {request.where}"
-    if best.layout.base_dtype != "bf16" and request.base_dtype is None:
+        return best, contenders
+    reason = f"set by {request.reason}"
+    if best.layout.base_dtype != "bf16" and not request.base_dtype:
         reason += f"; the plan keeps the base in {search.kept_dtype.upper()} as published"
-    return choice.with_reason(reason)
+    return best.with_reason(reason), contenders
 
 
 # --- candidate layouts ------------------
 
 
-def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[NamedLayout], dict[str, str]]:
-    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
-    impossible here.
+def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
+    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many.
 
     `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is
     then also listed with the base as published, unless the run sets its dtype.
     """
-    free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
+    free = _leave_open(request)
     layouts: list[NamedLayout] = []
-    impossible: dict[str, str] = {}
     for nodes in (request.nodes, *_list_other_nodes(request.nodes)):
         is_here = nodes == request.nodes
         for dtype in _list_dtypes(free, kept):
@@ -174,25 +164,31 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
             suffix = IN_NAMES.get(dtype, "")
             if not is_here:
                 suffix += f", on {format_plural(nodes, 'node')}"
-            for variant in _list_variants(on_nodes, experts):
-                if variant.why_not:
-                    if is_here:
-                        impossible.setdefault(variant.title, variant.why_not)
-                elif is_here or not (variant.name == "no-reshard" or "offload" in variant.sizes):
-                    layouts += _resolve_variant(variant, on_nodes, experts, suffix)
+            for title, why_not, variant in _list_variants(on_nodes, experts):
+                if not why_not and (is_here or not (variant.name == "no-reshard" or variant.offload)):
+                    layouts += _resolve_variant(title, variant, experts, suffix)
     # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
     keys: Sequence[str] = ()
     if request.name == AUTO:
         keys = FREE_KEYS
     elif request.offload is False:
         keys = ("offload",)
-    wanted = {key: getattr(request, key) for key in keys if getattr(request, key) is not None}
-    agreeing = [
+    wanted = {key: getattr(request, key) for key in keys if getattr(request, key) != OPEN[key]}
+    return [
         (title, layout)
         for title, layout in layouts
         if all(getattr(layout, key) == value for key, value in wanted.items())
     ]
-    return agreeing, impossible
+
+
+def list_impossible(request: Layout, experts: int) -> dict[str, str]:
+    """Return the layouts that are impossible on the run's nodes, and why."""
+    variants = _list_variants(replace(_leave_open(request), base_dtype=request.base_dtype or "bf16"), experts)
+    return {title: why_not for title, why_not, _ in variants if why_not}
+
+
+def _leave_open(request: Layout) -> Layout:
+    return replace(request, reason="", **{key: OPEN[key] for key in FREE_KEYS})
 
 
 def _list_other_nodes(nodes: int) -> list[int]:
@@ -203,62 +199,56 @@ def _list_other_nodes(nodes: int) -> list[int]:
     return sorted(others - {nodes})
 
 
-def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suffix: str) -> Iterator[NamedLayout]:
-    settings = replace(request, name=variant.name, **variant.sizes)  # type: ignore[arg-type]
-    layout = replace(resolve_layout(settings, experts), reason="compared")
-    yield variant.title + suffix, layout
+def _resolve_variant(title: str, variant: Layout, experts: int, suffix: str) -> Iterator[NamedLayout]:
+    layout = replace(resolve_layout(variant, experts), reason="compared")
+    yield title + suffix, layout
     if variant.name in MAY_GATHER_ONCE:
-        yield f"{variant.title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
+        yield f"{title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
 
 
-def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[NamedLayout]:
+def list_named_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
     """Return the layout that a request names, once for each dtype that the base may be stored in."""
     layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _list_dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
-def _list_dtypes(request: LayoutRequest, kept: str) -> list[str]:
+def _list_dtypes(request: Layout, kept: str) -> list[str]:
     """Return the base's possible dtypes. An offloaded base stays in the compute dtype: host memory is large enough."""
     if request.base_dtype:
         return [request.base_dtype]
     return ["bf16", kept] if kept and not request.offload else ["bf16"]
 
 
-class Variant(NamedTuple):
-    """A layout with some of its sizes set."""
-
-    title: str
-    name: str  # one of LAYOUTS
-    why_not: str  # why these ranks can't have it; empty if they can
-    sizes: Mapping[str, int | bool] = MappingProxyType({})
-
-
-def _list_variants(request: LayoutRequest, experts: int) -> Iterator[Variant]:
-    """Yield the variants of every layout; of expert-parallel, one for each number of ranks that can share experts."""
+def _list_variants(request: Layout, experts: int) -> Iterator[tuple[str, str, Layout]]:
+    """Yield every layout with its title, and why these ranks can't have it, empty if they can; expert-parallel for each
+    number of ranks that can share experts."""
     ranks = request.ranks
     nodes = request.nodes
     gpus = request.gpus_per_node
+    full, kept, hybrid, experts_split, resident = (
+        replace(request, name=name) for name in ("full-shard", "no-reshard", "hybrid", "expert-parallel", "resident")
+    )
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
-    yield Variant("full-shard", "full-shard", alone)
+    yield "full-shard", alone, full
     if request.base_dtype == "bf16":
-        yield Variant("full-shard, parameters offloaded", "full-shard", alone, {"offload": True})
-    yield Variant("no-reshard", "no-reshard", alone)
+        yield "full-shard, parameters offloaded", alone, replace(full, offload=True)
+    yield "no-reshard", alone, kept
     no_hybrid = ""
     if nodes == 1:
         no_hybrid = "one node: there is nothing to replicate across, it would be full-shard"
     elif gpus == 1:
         no_hybrid = "one GPU per node: there is nothing to shard over inside a node, it would be resident"
-    yield Variant("hybrid", "hybrid", no_hybrid)
+    yield "hybrid", no_hybrid, hybrid
     splits = [size for size in list_divisors(ranks) if 1 < size <= experts]
     if not splits:
-        yield Variant("expert-parallel", "expert-parallel", why_not_expert_parallel(experts, ranks, ranks))
+        yield "expert-parallel", why_not_expert_parallel(experts, ranks, ranks), experts_split
     for size in splits:
         why_not = why_not_expert_parallel(experts, size, ranks)
-        yield Variant(f"expert-parallel {size}", "expert-parallel", why_not, {"expert_parallel": size})
+        yield f"expert-parallel {size}", why_not, replace(experts_split, expert_parallel=size)
     if nodes > 1 and gpus > 1 and not why_not_expert_parallel(experts, gpus, gpus):
-        sizes = {"shard": gpus, "replicate": nodes, "expert_parallel": gpus}
-        yield Variant(f"expert-parallel {gpus}, replicated across nodes", "expert-parallel", "", sizes)
-    yield Variant("resident", "resident", "")
+        replicated = replace(experts_split, shard=gpus, replicate=nodes, expert_parallel=gpus)
+        yield f"expert-parallel {gpus}, replicated across nodes", "", replicated
+    yield "resident", "", resident
 
 
 # --- candidate micro-batches ------------------
@@ -308,7 +298,7 @@ def compare_layouts(
     layouts: Iterable[NamedLayout],
     batches: BatchesOf,
     barred: Mapping[str, str] | None = None,
-) -> tuple[Candidate, ...]:
+) -> Contenders:
     """Return every layout with its best micro-batch, best first. `barred`: layouts that training cannot use on several
     ranks, and why.
     """
@@ -428,11 +418,8 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
         overrides.append("train.offload_activations=true")
     if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
-    nodes, gpus_per_node = loaded.run.cluster.size
-    if layout.nodes != nodes:
+    if layout.nodes != loaded.run.cluster.size[0]:
         overrides.append(f"cluster.nodes={layout.nodes}")
-    if layout.gpus_per_node != gpus_per_node:  # an Accelerate file may set it too
-        overrides.append(f"cluster.gpus_per_node={layout.gpus_per_node}")
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
         overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.readers}")

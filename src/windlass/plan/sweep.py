@@ -49,12 +49,11 @@ def plan_sweep(loaded: Loaded, make_plan: Callable[..., Plan], base: Base | None
         update={"output_dir": loaded.run.folder, "run_name": loaded.run.train.run_name}
     )
     run = largest.run.model_copy(update={"train": train, "sweep": loaded.run.sweep})
-    own = replace(loaded, run=run, notes=(*loaded.notes, *largest.loaded.notes))
     groups = group_trials([describe_member(plan) for plan in plans], loaded.run.sweep.together, where)
     plans = [
         replace(plan, groups=tuple(group for group in groups if _name(plan.loaded) in group.names)) for plan in plans
     ]
-    return replace(largest, loaded=own, trials=tuple(plans), groups=groups)
+    return replace(largest, loaded=replace(loaded, run=run), trials=tuple(plans), groups=groups)
 
 
 def describe_member(plan: Plan) -> Member:

@@ -1,17 +1,20 @@
-"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment and judge each of its keys."""
+"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment, judge each of its keys, and translate those that
+windlass uses into values of the run file's keys."""
 
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from windlass import hardware
 from windlass.errors import Problem, UserError, raise_all
 from windlass.runfile.document import load_document
+from windlass.runfile.reference import format_value
 
 HONOURED = "honoured"
 TRANSLATED = "translated"
@@ -22,6 +25,16 @@ ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: 
 TRUE = ("true", "yes", "y", "t", "on", "1")
 FALSE = ("false", "no", "n", "f", "off", "0")
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
+OVERRIDE = "--override "  # begins the place of a key on the command line
+RESHARD = "layout.reshard_after_forward"
+REFINING = (RESHARD, "layout.shard", "layout.replicate", "layout.offload")  # keys that mean something else in others
+# The layout that a key of `layout` implies if none is named, as a name would.
+IMPLIED = {"layout.expert_parallel": "expert-parallel", "layout.replicate": "hybrid"}
+# The layout that the run file may name although an FSDP file names one of these: FSDP files have no keys for experts,
+# and under expert parallelism they set how the dense rest is sharded.
+ALONGSIDE = dict.fromkeys(("full-shard", "no-reshard", "hybrid"), ("expert-parallel",))
+# Two names of one setting. True values other than true say what is kept.
+CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +44,7 @@ class KeyVerdict:
     word: str
     because: str
     hint: str = ""
-    sets: Mapping[str, object] = field(default_factory=dict)  # fields of the layout request
+    sets: Mapping[str, object] = field(default_factory=dict)  # keys of the run file, and `sharded`, `ranks`, `cpu`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +123,28 @@ class Entry:
     verdict: KeyVerdict
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The value that a file gives to one field of the layout request."""
+class Setting(NamedTuple):
+    """A value of a run file's key."""
 
     value: Any
     where: str
+    text: object = ""  # what is written there
+
+
+Find = Callable[[str], Setting | None]  # what the run file or the command line sets: neither null nor auto
 
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """Accelerate's settings. `settings` are those that windlass uses: nodes, ranks, precision, name, wrap, offload …"""
+    """Accelerate's settings. An error names their places, as those of `--override`."""
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, Setting]  # keys of the run file, and `sharded`, `ranks`, `cpu`
     notes: tuple[str, ...] = ()
 
 
-def load_accelerate(path: Path | None, environ: Mapping[str, str]) -> AccelerateFile | None:
+def load_accelerate(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -> AccelerateFile | None:
     """Return this run's Accelerate settings, from `--accelerate`'s file, the launcher's environment, both or neither.
 
     `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line.
@@ -151,7 +167,7 @@ def read_accelerate(
     overriding = _collect_settings(launched, problems)
     raise_all(problems)
     notes = [
-        f"{settings[name].where}: {settings[name].value} is overridden by {flag.where}={flag.value}: its flags win"
+        f"{settings[name].where}: {settings[name].text} is overridden by {flag.where}={flag.text}: its flags win"
         for name, flag in overriding.items()
         if name in settings and settings[name].value != flag.value
     ]
@@ -159,9 +175,9 @@ def read_accelerate(
         text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
         notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
     settings |= overriding
-    if "shard" in settings and "context_parallel" in settings:  # Accelerate shards weights over both
-        ranks = settings["shard"].value * settings["context_parallel"].value
-        settings["shard"] = replace(settings["shard"], value=ranks)
+    shard, split = settings.get("layout.shard"), settings.get("layout.context_parallel")
+    if shard and split:  # Accelerate shards weights over both
+        settings["layout.shard"] = shard._replace(value=shard.value * split.value)
     return AccelerateFile(path, (*entries, *launched), MappingProxyType(settings), tuple(notes))
 
 
@@ -170,12 +186,113 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
     settings: dict[str, Setting] = {}
     for entry in entries:
         for name, value in entry.verdict.sets.items():
-            setting = Setting(entry.value if value == ANY else value, entry.where)
+            setting = Setting(entry.value if value == ANY else value, entry.where, entry.value)
             earlier = settings.setdefault(name, setting)
             if earlier.value != setting.value:
-                text = f"asks for {name} {setting.value}, but {earlier.where} asks for {earlier.value}"
+                text = f"asks for {name} {format_value(setting.value)}, but {earlier.where} asks for "
+                text += format_value(earlier.value)
                 problems.append(Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement"))
     return settings
+
+
+# --- its settings as the run file's ---
+
+
+def translate(file: AccelerateFile, find: Find) -> tuple[dict[str, Setting], list[str], list[Problem]]:
+    """Return the values that a run file gets, notes on those that the command line sets otherwise, and a problem for
+    each that the run file sets otherwise."""
+    settings = {**file.settings}
+    notes = [*file.notes]
+    problems: list[Problem] = []
+    _check_cpu(settings.pop("cpu", None), find("cluster.gpu"), problems)
+    _spread_ranks(settings, find, problems)
+    other_layout = _name_layout(settings, find, problems)
+    for key, setting in [*settings.items()]:
+        names = CHECKPOINTING if key in CHECKPOINTING else (key,)
+        written = next(filter(None, map(find, names)), None)
+        if other_layout and key in REFINING and not (written and written.where.startswith(OVERRIDE)):
+            written = other_layout
+        if written is None:
+            continue
+        del settings[key]
+        value = bool(written.value) if key in CHECKPOINTING else written.value
+        value = ",".join(value) if isinstance(value, list) else value
+        if value == setting.value and written is not other_layout:
+            continue
+        if written.where.startswith(OVERRIDE):
+            notes.append(f"{setting.where}: {setting.text} is overridden by {written.where}")
+        else:
+            problems.append(_disagree(key, setting, written))
+    return settings, notes, problems
+
+
+def _disagree(key: str, setting: Setting, written: Setting) -> Problem:
+    text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(written.value)} at {written.where}"
+    return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
+
+
+def _check_cpu(cpu: Setting | None, gpu: Setting | None, problems: list[Problem]) -> None:
+    if cpu is None or not cpu.value:
+        return
+    kind = gpu.value if gpu else hardware.read_gpu_name()
+    kind = str(kind.get("name") if isinstance(kind, dict) else kind).strip().lower()
+    if hardware.ALIASES.get(kind, kind) != "cpu":
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
+        problems.append(Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu"))
+
+
+def _spread_ranks(settings: dict[str, Setting], find: Find, problems: list[Problem]) -> None:
+    """Replace the ranks of all nodes by each node's. If the command line sets the nodes, each has as many as before."""
+    ranks = settings.pop("ranks", None)
+    own = settings.get("cluster.nodes")
+    written = find("cluster.nodes")
+    gpus = find("cluster.gpus_per_node")
+    if ranks is None:
+        return
+    nodes = (written or own or Setting(1, "")).value
+    if own and own.value > 0 and ranks.value % own.value == 0 and written and written.where.startswith(OVERRIDE):
+        nodes = own.value
+    if not isinstance(nodes, int) or nodes < 1:
+        return  # refused as cluster.nodes
+    if ranks.value % nodes == 0:
+        settings["cluster.gpus_per_node"] = ranks._replace(value=ranks.value // nodes)
+    elif gpus is None or not gpus.where.startswith(OVERRIDE):
+        text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"
+        hint = f"give a multiple of {nodes}, or change the number of nodes"
+        problems.append(Problem(text, ranks.where, hint, "uneven-ranks"))
+
+
+def _name_layout(settings: dict[str, Setting], find: Find, problems: list[Problem]) -> Setting | None:
+    """Set the layout's name from all keys that tell it, unless the run file has one; an FSDP file is never `auto`.
+    Return the command line's if it is another: what refines the file's has no meaning in it."""
+    sharded = settings.pop("sharded", None)
+    named = settings.pop("layout.name", None)
+    reshard = settings.get(RESHARD)
+    replicas = settings.get("layout.replicate")
+    if reshard and (named is None or named.value == "full-shard"):
+        named = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
+    name = named
+    if not sharded or not sharded.value:
+        name = None
+    elif replicas and replicas.value > 1:
+        name = replicas._replace(value="hybrid")
+    elif named is None:
+        name = sharded._replace(value="full-shard")
+    written = find("layout.name")
+    ours = written or next(filter(None, (_imply_name(key, find) for key in IMPLIED)), None)
+    if ours is None:
+        settings |= {"layout.name": name} if name else {}
+    elif written and written.where.startswith(OVERRIDE):
+        return written if name and name.value != written.value else None
+    elif named and name and ours.value not in (name.value, named.value, *ALONGSIDE.get(named.value, ())):
+        problems.append(_disagree("layout.name", named, ours))
+    return None
+
+
+def _imply_name(key: str, find: Find) -> Setting | None:
+    setting = find(key)
+    many = setting is not None and isinstance(setting.value, int) and setting.value > 1
+    return setting._replace(value=IMPLIED[key]) if setting and many else None
 
 
 # --- the launcher's environment ---
