@@ -28,7 +28,7 @@ def load(folder: Path, *overrides: str, accelerate: str | Path = "", written: Se
     """Load a minimal run file that sets these keys, with overrides, and with an Accelerate file as text or path."""
     path = folder / "run.yaml"
     lines = ["model: {model_name_or_path: Mistral-Small-4-119B-2603}", "data: {val_split: null}"]
-    sections = {key.partition(".")[0]: [] for key in written}
+    sections: dict[str, list[str]] = {key.partition(".")[0]: [] for key in written}
     for key in written:
         section, _, setting = key.partition(".")
         sections[section].append(setting.replace("=", ": "))

@@ -25,9 +25,9 @@ ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: 
 TRUE = ("true", "yes", "y", "t", "on", "1")
 FALSE = ("false", "no", "n", "f", "off", "0")
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
-OVERRIDE = "--override "  # begins the place of a key on the command line
-RESHARD = "layout.reshard_after_forward"
-REFINING = (RESHARD, "layout.shard", "layout.replicate", "layout.offload")  # keys that mean something else in others
+AGREE = "make the two agree, or keep one of them"
+# What refines a layout means nothing in another one, which the command line names.
+REFINING = ("layout.reshard_after_forward", "layout.shard", "layout.replicate", "layout.offload")
 # The layout that a key of `layout` implies if none is named, as a name would.
 IMPLIED = {"layout.expert_parallel": "expert-parallel", "layout.replicate": "hybrid"}
 # The layout that the run file may name although an FSDP file names one of these: FSDP files have no keys for experts,
@@ -128,7 +128,12 @@ class Setting(NamedTuple):
 
     value: Any
     where: str
-    text: object = ""  # what is written there
+    text: object  # what is written there
+    is_default: bool = False  # only implied there, so another value is no disagreement
+
+    @property
+    def is_override(self) -> bool:
+        return self.where.startswith("--override ")
 
 
 Find = Callable[[str], Setting | None]  # what the run file or the command line sets: neither null nor auto
@@ -140,7 +145,7 @@ class AccelerateFile:
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
-    settings: Mapping[str, Setting]  # keys of the run file, and `sharded`, `ranks`, `cpu`
+    settings: Mapping[str, Setting]  # keys of the run file, and `ranks`, `cpu`
     notes: tuple[str, ...] = ()
 
 
@@ -175,6 +180,7 @@ def read_accelerate(
         text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
         notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
     settings |= overriding
+    _name_layout(settings)
     shard, split = settings.get("layout.shard"), settings.get("layout.context_parallel")
     if shard and split:  # Accelerate shards weights over both
         settings["layout.shard"] = shard._replace(value=shard.value * split.value)
@@ -189,10 +195,28 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
             setting = Setting(entry.value if value == ANY else value, entry.where, entry.value)
             earlier = settings.setdefault(name, setting)
             if earlier.value != setting.value:
-                text = f"asks for {name} {format_value(setting.value)}, but {earlier.where} asks for "
-                text += format_value(earlier.value)
-                problems.append(Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement"))
+                problems.append(_disagree(name, setting, earlier))
     return settings
+
+
+def _disagree(key: str, setting: Setting, other: Setting) -> Problem:
+    text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(other.value)} at {other.where}"
+    return Problem(text, setting.where, AGREE, "disagreement")
+
+
+def _name_layout(settings: dict[str, Setting]) -> None:
+    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`."""
+    sharded = settings.pop("sharded", None)
+    if sharded is None or not sharded.value:
+        return
+    name = settings.get("layout.name")
+    reshard = settings.get("layout.reshard_after_forward")
+    replicas = settings.get("layout.replicate")
+    if reshard and (name is None or name.value == "full-shard"):
+        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
+    if replicas and replicas.value > 1:
+        name = replicas._replace(value="hybrid", is_default=name is None)
+    settings["layout.name"] = name or sharded._replace(value="full-shard", is_default=True)
 
 
 # --- its settings as the run file's ---
@@ -203,45 +227,38 @@ def translate(file: AccelerateFile, find: Find) -> tuple[dict[str, Setting], lis
     each that the run file sets otherwise."""
     settings = {**file.settings}
     notes = [*file.notes]
-    problems: list[Problem] = []
-    _check_cpu(settings.pop("cpu", None), find("cluster.gpu"), problems)
-    _spread_ranks(settings, find, problems)
-    other_layout = _name_layout(settings, find, problems)
+    problems = [*_check_cpu(settings.pop("cpu", None), find("cluster.gpu")), *_spread_ranks(settings, find)]
+    theirs = settings.get("layout.name")
+    layout = find("layout.name")
+    is_other = theirs and layout and layout.is_override and layout.value != theirs.value
     for key, setting in [*settings.items()]:
-        names = CHECKPOINTING if key in CHECKPOINTING else (key,)
-        written = next(filter(None, map(find, names)), None)
-        if other_layout and key in REFINING and not (written and written.where.startswith(OVERRIDE)):
-            written = other_layout
+        written = next(filter(None, map(find, CHECKPOINTING if key in CHECKPOINTING else (key,))), None)
+        if is_other and key in REFINING and not (written and written.is_override):
+            written = layout
         if written is None:
             continue
         del settings[key]
         value = bool(written.value) if key in CHECKPOINTING else written.value
-        value = ",".join(value) if isinstance(value, list) else value
-        if value == setting.value and written is not other_layout:
+        if value == setting.value:
             continue
-        if written.where.startswith(OVERRIDE):
+        if written.is_override:
             notes.append(f"{setting.where}: {setting.text} is overridden by {written.where}")
-        else:
+        elif not setting.is_default and value not in ALONGSIDE.get(setting.value, ()):
             problems.append(_disagree(key, setting, written))
     return settings, notes, problems
 
 
-def _disagree(key: str, setting: Setting, written: Setting) -> Problem:
-    text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(written.value)} at {written.where}"
-    return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
-
-
-def _check_cpu(cpu: Setting | None, gpu: Setting | None, problems: list[Problem]) -> None:
+def _check_cpu(cpu: Setting | None, gpu: Setting | None) -> Iterator[Problem]:
     if cpu is None or not cpu.value:
         return
     kind = gpu.value if gpu else hardware.read_gpu_name()
     kind = str(kind.get("name") if isinstance(kind, dict) else kind).strip().lower()
     if hardware.ALIASES.get(kind, kind) != "cpu":
         hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
-        problems.append(Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu"))
+        yield Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu")
 
 
-def _spread_ranks(settings: dict[str, Setting], find: Find, problems: list[Problem]) -> None:
+def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]:
     """Replace the ranks of all nodes by each node's. If the command line sets the nodes, each has as many as before."""
     ranks = settings.pop("ranks", None)
     own = settings.get("cluster.nodes")
@@ -249,50 +266,16 @@ def _spread_ranks(settings: dict[str, Setting], find: Find, problems: list[Probl
     gpus = find("cluster.gpus_per_node")
     if ranks is None:
         return
-    nodes = (written or own or Setting(1, "")).value
-    if own and own.value > 0 and ranks.value % own.value == 0 and written and written.where.startswith(OVERRIDE):
+    nodes = written.value if written else own.value if own else 1
+    if written and written.is_override and own and own.value > 0 and ranks.value % own.value == 0:
         nodes = own.value
     if not isinstance(nodes, int) or nodes < 1:
         return  # refused as cluster.nodes
     if ranks.value % nodes == 0:
         settings["cluster.gpus_per_node"] = ranks._replace(value=ranks.value // nodes)
-    elif gpus is None or not gpus.where.startswith(OVERRIDE):
-        text = f"{ranks.value} ranks do not spread evenly over {nodes} nodes"
+    elif gpus is None or not gpus.is_override:
         hint = f"give a multiple of {nodes}, or change the number of nodes"
-        problems.append(Problem(text, ranks.where, hint, "uneven-ranks"))
-
-
-def _name_layout(settings: dict[str, Setting], find: Find, problems: list[Problem]) -> Setting | None:
-    """Set the layout's name from all keys that tell it, unless the run file has one; an FSDP file is never `auto`.
-    Return the command line's if it is another: what refines the file's has no meaning in it."""
-    sharded = settings.pop("sharded", None)
-    named = settings.pop("layout.name", None)
-    reshard = settings.get(RESHARD)
-    replicas = settings.get("layout.replicate")
-    if reshard and (named is None or named.value == "full-shard"):
-        named = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
-    name = named
-    if not sharded or not sharded.value:
-        name = None
-    elif replicas and replicas.value > 1:
-        name = replicas._replace(value="hybrid")
-    elif named is None:
-        name = sharded._replace(value="full-shard")
-    written = find("layout.name")
-    ours = written or next(filter(None, (_imply_name(key, find) for key in IMPLIED)), None)
-    if ours is None:
-        settings |= {"layout.name": name} if name else {}
-    elif written and written.where.startswith(OVERRIDE):
-        return written if name and name.value != written.value else None
-    elif named and name and ours.value not in (name.value, named.value, *ALONGSIDE.get(named.value, ())):
-        problems.append(_disagree("layout.name", named, ours))
-    return None
-
-
-def _imply_name(key: str, find: Find) -> Setting | None:
-    setting = find(key)
-    many = setting is not None and isinstance(setting.value, int) and setting.value > 1
-    return setting._replace(value=IMPLIED[key]) if setting and many else None
+        yield Problem(f"{ranks.value} ranks do not spread evenly over {nodes} nodes", ranks.where, hint, "uneven-ranks")
 
 
 # --- the launcher's environment ---

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import DEFAULT, Problem, UserError, raise_all
 from windlass.run_folder import TRIALS
-from windlass.runfile.accelerate import AccelerateFile, Setting, translate
+from windlass.runfile.accelerate import IMPLIED, AccelerateFile, Setting, translate
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.halving import find_halving_problems
@@ -357,7 +357,15 @@ def _apply_accelerate(
         value = values.get(name) if isinstance(values, dict) else None
         if key == "layout.name" and isinstance(values, str):
             value = values
-        return None if value in (None, "auto") else Setting(value, places.get(key, key), value)
+        if isinstance(value, list):
+            value = ",".join(map(str, value))  # as Accelerate writes it
+        if value not in (None, "auto"):
+            return Setting(value, places.get(key, key), value)
+        for implying, layout in IMPLIED.items() if key == "layout.name" else ():
+            found = find(implying)
+            if found and isinstance(found.value, int) and found.value > 1:
+                return found._replace(value=layout)
+        return None
 
     settings, notes, disagreements = translate(file, find)
     problems += disagreements
