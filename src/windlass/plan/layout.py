@@ -20,6 +20,7 @@ LAYOUTS = {
 }
 # Elementwise optimizers: they update a shard of a tensor exactly as they would in the full tensor.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 # Contradictory pairs of name and reshard_after_forward, and the layout that the latter implies.
 CONTRADICTIONS = {
     ("no-reshard", True): "full-shard",
@@ -144,6 +145,23 @@ def resolve_layout(request: Layout, experts: int) -> Layout:
     return layout
 
 
+def list_keys(layout: Layout) -> dict[str, Any]:
+    """Return the keys of `layout` in a run file with which it has this layout."""
+    keys: dict[str, Any] = {"name": layout.name}
+    if layout.name == "expert-parallel":
+        keys["expert_parallel"] = layout.expert_parallel
+        if layout.replicate > 1:
+            keys |= {"shard": layout.shard, "replicate": layout.replicate}
+    if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
+        keys["reshard_after_forward"] = False
+    keys["base_dtype"] = layout.base_dtype
+    if layout.offload:
+        keys["offload"] = True
+    if layout.context_parallel > 1:
+        keys["context_parallel"] = layout.context_parallel
+    return keys
+
+
 def _find_contradictions(request: Layout, layout: Layout, experts: int) -> Iterator[tuple[str, str, str]]:
     """Yield a code for what is wrong with a requested layout, a sentence, and a hint."""
     name = layout.name
@@ -152,11 +170,8 @@ def _find_contradictions(request: Layout, layout: Layout, experts: int) -> Itera
     reshard = request.reshard_after_forward
     if reshard is not None and (name, reshard) in CONTRADICTIONS:
         text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
-        yield (
-            "reshard-contradicts-layout",
-            text,
-            f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}",
-        )
+        hint = f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}"
+        yield "reshard-contradicts-layout", text, hint
     if shard * replicate != layout.ranks:
         text = f"shard {shard} x replicate {replicate} = {shard * replicate}, not the number of ranks, {layout.ranks}"
         yield "sizes-unlike-ranks", text, "leave one of the two out: it is derived"
@@ -177,10 +192,9 @@ def _find_contradictions(request: Layout, layout: Layout, experts: int) -> Itera
     if name == "expert-parallel":
         why_not = why_not_expert_parallel(experts, layout.expert_parallel, shard)
         possible = [size for size in list_divisors(shard) if not why_not_expert_parallel(experts, size, shard)]
-        if why_not and possible:
-            yield "experts-not-divisible", why_not, f"expert_parallel may be {', '.join(map(str, possible))}"
-        elif why_not:
-            yield "experts-not-divisible", why_not, "take another layout"
+        hint = f"expert_parallel may be {', '.join(map(str, possible))}" if possible else "take another layout"
+        if why_not:
+            yield "experts-not-divisible", why_not, hint
 
 
 def list_divisors(number: int) -> list[int]:

@@ -22,14 +22,7 @@ from windlass.plan.search import Search, choose_fitting, divide_batch, list_impo
 from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
 from windlass.plan.step_time import ONE_BY_ONE
 from windlass.plan.sweep import plan_sweep
-from windlass.plan.validate import (
-    check_expert_settings,
-    check_family,
-    check_request,
-    check_rows,
-    check_wrapped_layers,
-    find_base_dtypes,
-)
+from windlass.plan.validate import check_expert_settings, check_family, check_request, check_rows, find_base_dtypes
 from windlass.run_folder import read_versions
 from windlass.runfile import Loaded, resolve_accumulation
 from windlass.versions import TESTED
@@ -63,7 +56,6 @@ def make_plan(
     # 2. The layout that the file requests, and the settings that it leaves open.
     request = read_request(loaded)
     barred = rule_out_layouts(run, bool(adapter.target_parameters), bool(adapter.in_full or adapter.biases))
-    raise_all(check_wrapped_layers(run, base.family, where("layout.wrap")))
     raise_all([*check_expert_settings(run.train, base, where), *check_split_rows(request, loaded, base)])
     sample = sample or sample_data(loaded.run.data, base.path, where)
     raise_all(check_rows(sample))
@@ -140,7 +132,7 @@ def make_plan(
         evaluated=counts.evaluated if work.evaluated else 0,
         kept=counts.kept if work.evaluated else 0,
         tried=() if batch_is_set else best.tried,
-        advice=advise_faster_layout(work, lengths, contenders, run, **are_set) if compare else (),
+        advice=advise_faster_layout(work, search, contenders, run, **are_set) if compare else (),
         warnings=(),
         notes=(),
         search=search,

@@ -8,15 +8,24 @@ from dataclasses import dataclass, replace
 from windlass.errors import UserError, is_written
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, BatchSize, Cost, Workload, estimate_cost
-from windlass.plan.layout import AUTO, OPEN, Layout, list_divisors, resolve_layout, why_not_expert_parallel
+from windlass.plan.layout import (
+    AUTO,
+    MAY_GATHER_ONCE,
+    OPEN,
+    Layout,
+    list_divisors,
+    list_keys,
+    resolve_layout,
+    why_not_expert_parallel,
+)
 from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
+from windlass.runfile.reference import format_value
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
 from windlass.versions import find_lacking
 
 # Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02
-MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 GATHERED_ONCE = "gathered once"
 SPLIT = "context_parallel"
 # Keys of `layout` that rule layouts out if `layout.name` is not set.
@@ -59,9 +68,23 @@ class Search:
     other_nodes: bool  # compare other numbers of nodes too: there is a network between them
     barred: Mapping[str, str]  # layouts that the rest of the run rules out on several ranks, and why
 
-    def compare(self, layouts: Sequence[NamedLayout]) -> Contenders:
-        able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
-        return compare_layouts(self.work, self.lengths, able, self.batches, self.barred)
+    def compare(self, layouts: Iterable[NamedLayout]) -> Contenders:
+        """Return every possible layout with its best micro-batch, best first."""
+        candidates = []
+        for name, layout in layouts:
+            is_here = layout.nodes == self.work.layout.nodes
+            why_not = self.barred.get(layout.name, "") if layout.ranks > 1 else ""
+            if not why_not and (lacking := find_lacking(layout.needs, self.work.versions)):
+                why_not, _ = lacking
+            if (self.shards or layout.shard == 1) and (is_here or not why_not):
+                best, tried = try_batches(self.work, layout, self.lengths, self.batches(layout.readers))
+                candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
+
+        def sort_key(c: Candidate) -> tuple[bool, bool, float]:
+            """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
+            return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
+
+        return tuple(sorted(candidates, key=sort_key))
 
 
 def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candidate, Contenders]:
@@ -165,8 +188,13 @@ def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLay
             if not is_here:
                 suffix += f", on {format_plural(nodes, 'node')}"
             for title, why_not, variant in _list_variants(on_nodes, experts):
-                if not why_not and (is_here or not (variant.name == "no-reshard" or variant.offload)):
-                    layouts += _resolve_variant(title, variant, experts, suffix)
+                if why_not or (not is_here and (variant.name == "no-reshard" or variant.offload)):
+                    continue
+                layout = replace(resolve_layout(variant, experts), reason="compared")
+                layouts.append((title + suffix, layout))
+                if variant.name in MAY_GATHER_ONCE:
+                    once = replace(layout, reshard_after_forward=False)
+                    layouts.append((f"{title}, {GATHERED_ONCE}{suffix}", once))
     # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
     keys: Sequence[str] = ()
     if request.name == AUTO:
@@ -197,13 +225,6 @@ def _list_other_nodes(nodes: int) -> list[int]:
     if nodes <= 4:
         others = {*range(1, 2 * nodes + 1)}
     return sorted(others - {nodes})
-
-
-def _resolve_variant(title: str, variant: Layout, experts: int, suffix: str) -> Iterator[NamedLayout]:
-    layout = replace(resolve_layout(variant, experts), reason="compared")
-    yield title + suffix, layout
-    if variant.name in MAY_GATHER_ONCE:
-        yield f"{title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
 
 
 def list_named_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
@@ -292,35 +313,6 @@ def try_batches(
 # --- the best layout ------------------
 
 
-def compare_layouts(
-    work: Workload,
-    lengths: RowLengths,
-    layouts: Iterable[NamedLayout],
-    batches: BatchesOf,
-    barred: Mapping[str, str] | None = None,
-) -> Contenders:
-    """Return every layout with its best micro-batch, best first. `barred`: layouts that training cannot use on several
-    ranks, and why.
-    """
-    candidates = []
-    for name, layout in layouts:
-        is_here = layout.nodes == work.layout.nodes
-        why_not = ""
-        if barred and layout.ranks > 1:
-            why_not = barred.get(layout.name, "")
-        if not why_not and (lacking := find_lacking(layout.needs, work.versions)):
-            why_not, _ = lacking
-        if is_here or not why_not:
-            best, tried = try_batches(work, layout, lengths, batches(layout.readers))
-            candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
-
-    def sort_key(c: Candidate) -> tuple[bool, bool, float]:
-        """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
-        return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
-
-    return tuple(sorted(candidates, key=sort_key))
-
-
 def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest contender that training can use on these nodes and that fits, with headroom if any has it; if
     none fits, the smallest; None if none is possible. Its layout's reason explains the choice."""
@@ -401,19 +393,11 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantized dtype."""
     layout = c.layout
     train = loaded.run.train
-    overrides = [f"layout={layout.name}"]  # a name alone replaces the whole section
-    if layout.name == "expert-parallel":
-        overrides.append(f"layout.expert_parallel={layout.expert_parallel}")
-        if layout.replicate > 1:
-            overrides += [f"layout.shard={layout.shard}", f"layout.replicate={layout.replicate}"]
-    if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
-        overrides.append("layout.reshard_after_forward=false")
-    if kept or layout.base_dtype in FOUR_BITS:
-        overrides.append(f"layout.base_dtype={layout.base_dtype}")
-    if layout.offload:
-        overrides.append("layout.offload=true")
-    if layout.context_parallel > 1:
-        overrides.append(f"layout.context_parallel={layout.context_parallel}")
+    keys = list_keys(layout)
+    if not kept and layout.base_dtype not in FOUR_BITS:
+        del keys["base_dtype"]
+    overrides = [f"layout={keys.pop('name')}"]  # a name alone replaces the whole section
+    overrides += [f"layout.{key}={format_value(value)}" for key, value in keys.items()]
     if layout.offload_activations and train.offload_activations is not True:
         overrides.append("train.offload_activations=true")
     if loaded.run.layout.activation_checkpointing is True:

@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base, find_base
-from windlass.plan.layout import Layout
+from windlass.plan.layout import Layout, list_keys
 from windlass.plan.plan import Plan
 from windlass.plan.rows import DataSample, sample_data
 from windlass.plan.together import Member, group_trials
@@ -96,15 +96,7 @@ def _name(trial: Loaded) -> str:
 
 def _set_layout(trial: Loaded, layout: Layout) -> Loaded:
     """Write a layout into a trial's run file, as far as the file leaves it open."""
-    keys: dict[str, Any] = {"name": layout.name, "base_dtype": layout.base_dtype}
-    if layout.name in ("expert-parallel", "hybrid"):
-        keys |= {"shard": layout.shard, "replicate": layout.replicate}
-    if layout.name == "expert-parallel":
-        keys["expert_parallel"] = layout.expert_parallel
-    if layout.name in ("expert-parallel", "hybrid") and not layout.reshard_after_forward:
-        keys["reshard_after_forward"] = False
-    if layout.offload:
-        keys["offload"] = True
+    keys = list_keys(layout)
     if trial.run.train.gradient_checkpointing == "auto":
         keys["activation_checkpointing"] = layout.activation_checkpointing
     section = trial.run.layout

@@ -52,7 +52,7 @@ def check_wrapped_layers(run: RunFile, family: Family, place: str) -> list[Probl
 def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
     """Return a problem for each setting of the run file that this model family does not support."""
     family = base.family
-    problems: list[Problem] = []
+    problems = check_wrapped_layers(run, family, where("layout.wrap"))
     if family.logits is not True:
         text = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
         if family.logits is None:
@@ -98,13 +98,7 @@ def find_base_dtypes(run: RunFile, base: Base) -> BaseDtypes:
 
 
 def check_request(
-    request: Layout,
-    barred: Mapping[str, str],
-    run: RunFile,
-    base: Base,
-    dtypes: BaseDtypes,
-    gpu: str,
-    where: Where,
+    request: Layout, barred: Mapping[str, str], run: RunFile, base: Base, dtypes: BaseDtypes, gpu: str, where: Where
 ) -> Iterator[Problem]:
     """Yield a problem for each part of the requested layout that this GPU, model or adapter rules out."""
     if request.name in barred and request.ranks > 1:

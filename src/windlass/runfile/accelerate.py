@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from windlass import hardware
-from windlass.errors import Problem, UserError, raise_all
+from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.runfile.document import load_document
+from windlass.runfile.fields import RunFile
 from windlass.runfile.reference import format_value
 
 HONOURED = "honoured"
@@ -25,11 +26,9 @@ ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: 
 TRUE = ("true", "yes", "y", "t", "on", "1")
 FALSE = ("false", "no", "n", "f", "off", "0")
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
-AGREE = "make the two agree, or keep one of them"
 # What refines a layout means nothing in another one, which the command line names.
 REFINING = ("layout.reshard_after_forward", "layout.shard", "layout.replicate", "layout.offload")
-# The layout that a key of `layout` implies if none is named, as a name would.
-IMPLIED = {"layout.expert_parallel": "expert-parallel", "layout.replicate": "hybrid"}
+NAMING = ("layout.name", "layout.expert_parallel", "layout.replicate")  # others refine what a file names
 # The layout that the run file may name although an FSDP file names one of these: FSDP files have no keys for experts,
 # and under expert parallelism they set how the dense rest is sharded.
 ALONGSIDE = dict.fromkeys(("full-shard", "no-reshard", "hybrid"), ("expert-parallel",))
@@ -136,9 +135,6 @@ class Setting(NamedTuple):
         return self.where.startswith("--override ")
 
 
-Find = Callable[[str], Setting | None]  # what the run file or the command line sets: neither null nor auto
-
-
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
     """Accelerate's settings. An error names their places, as those of `--override`."""
@@ -201,7 +197,7 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
 
 def _disagree(key: str, setting: Setting, other: Setting) -> Problem:
     text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(other.value)} at {other.where}"
-    return Problem(text, setting.where, AGREE, "disagreement")
+    return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
 
 
 def _name_layout(settings: dict[str, Setting]) -> None:
@@ -222,23 +218,31 @@ def _name_layout(settings: dict[str, Setting]) -> None:
 # --- its settings as the run file's ---
 
 
-def translate(file: AccelerateFile, find: Find) -> tuple[dict[str, Setting], list[str], list[Problem]]:
+def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[str, Setting], list[str], list[Problem]]:
     """Return the values that a run file gets, notes on those that the command line sets otherwise, and a problem for
     each that the run file sets otherwise."""
+
+    def find(key: str) -> Setting | None:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(run, section), name)
+        return None if value in (None, "auto") else Setting(value, where(key), value)
+
     settings = {**file.settings}
     notes = [*file.notes]
-    problems = [*_check_cpu(settings.pop("cpu", None), find("cluster.gpu")), *_spread_ranks(settings, find)]
+    problems = [*_check_cpu(settings.pop("cpu", None), run), *_spread_ranks(settings, find)]
     theirs = settings.get("layout.name")
-    layout = find("layout.name")
-    is_other = theirs and layout and layout.is_override and layout.value != theirs.value
+    name, naming = run.layout.named
+    layout = Setting(name, where(naming), name) if naming in NAMING else None
+    is_other = theirs and layout and layout.is_override and name != theirs.value
     for key, setting in [*settings.items()]:
         written = next(filter(None, map(find, CHECKPOINTING if key in CHECKPOINTING else (key,))), None)
-        if is_other and key in REFINING and not (written and written.is_override):
+        if key == "layout.name" or (is_other and key in REFINING and not (written and written.is_override)):
             written = layout
         if written is None:
             continue
         del settings[key]
         value = bool(written.value) if key in CHECKPOINTING else written.value
+        value = ",".join(value) if isinstance(value, list) else value
         if value == setting.value:
             continue
         if written.is_override:
@@ -248,17 +252,17 @@ def translate(file: AccelerateFile, find: Find) -> tuple[dict[str, Setting], lis
     return settings, notes, problems
 
 
-def _check_cpu(cpu: Setting | None, gpu: Setting | None) -> Iterator[Problem]:
+def _check_cpu(cpu: Setting | None, run: RunFile) -> Iterator[Problem]:
     if cpu is None or not cpu.value:
         return
-    kind = gpu.value if gpu else hardware.read_gpu_name()
-    kind = str(kind.get("name") if isinstance(kind, dict) else kind).strip().lower()
-    if hardware.ALIASES.get(kind, kind) != "cpu":
+    gpu = run.cluster.gpu or hardware.read_gpu_name()
+    kind = gpu if isinstance(gpu, str) else gpu.name
+    if hardware.ALIASES.get(kind.strip().lower(), kind.strip().lower()) != "cpu":
         hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
         yield Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu")
 
 
-def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]:
+def _spread_ranks(settings: dict[str, Setting], find: Callable[[str], Setting | None]) -> Iterator[Problem]:
     """Replace the ranks of all nodes by each node's. If the command line sets the nodes, each has as many as before."""
     ranks = settings.pop("ranks", None)
     own = settings.get("cluster.nodes")
@@ -269,11 +273,9 @@ def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]
     nodes = written.value if written else own.value if own else 1
     if written and written.is_override and own and own.value > 0 and ranks.value % own.value == 0:
         nodes = own.value
-    if not isinstance(nodes, int) or nodes < 1:
-        return  # refused as cluster.nodes
-    if ranks.value % nodes == 0:
+    if nodes > 0 and ranks.value % nodes == 0:  # else the nodes are refused
         settings["cluster.gpus_per_node"] = ranks._replace(value=ranks.value // nodes)
-    elif gpus is None or not gpus.is_override:
+    elif nodes > 0 and not (gpus and gpus.is_override):
         hint = f"give a multiple of {nodes}, or change the number of nodes"
         yield Problem(f"{ranks.value} ranks do not spread evenly over {nodes} nodes", ranks.where, hint, "uneven-ranks")
 
@@ -355,7 +357,8 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
 
 def _read_value(key: AccelerateKey, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
     """Parse a value as its key requires and judge it; append a problem if it is invalid."""
-    if raw is None and key.name != "compute_environment":  # there Accelerate reads null as SageMaker
+    nothing = raw is None and key.name != "compute_environment"  # there Accelerate reads null as SageMaker
+    if nothing or (key.kind == "names" and not str(raw).strip("[] ")):
         return Entry(key, None, where, path, KeyVerdict(NO_EFFECT, "null is the same as leaving the key out"))
     value, expected = _parse_value(key, raw)
     if expected:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import DEFAULT, Problem, UserError, raise_all
 from windlass.run_folder import TRIALS
-from windlass.runfile.accelerate import IMPLIED, AccelerateFile, Setting, translate
+from windlass.runfile.accelerate import AccelerateFile, translate
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.halving import find_halving_problems
@@ -350,30 +350,13 @@ def _apply_accelerate(
         hint = "leave --accelerate out: a script shards by itself"
         problems.append(Problem(what, str(file.path), hint, "not-for-scripts"))
         return []
-
-    def find(key: str) -> Setting | None:
-        section, _, name = key.partition(".")
-        values = tree.get(section)
-        value = values.get(name) if isinstance(values, dict) else None
-        if key == "layout.name" and isinstance(values, str):
-            value = values
-        if isinstance(value, list):
-            value = ",".join(map(str, value))  # as Accelerate writes it
-        if value not in (None, "auto"):
-            return Setting(value, places.get(key, key), value)
-        for implying, layout in IMPLIED.items() if key == "layout.name" else ():
-            found = find(implying)
-            if found and isinstance(found.value, int) and found.value > 1:
-                return found._replace(value=layout)
-        return None
-
-    settings, notes, disagreements = translate(file, find)
+    run, faults = _validate(copy.deepcopy(tree), RunFile, str)
+    if faults or not isinstance(run, RunFile):
+        return []  # they are reported first
+    settings, notes, disagreements = translate(file, run, LoadedFile(Path(), (), places).where)
     problems += disagreements
     for key, setting in settings.items():
-        section, _, name = key.partition(".")
-        kinds = (dict, str, type(None)) if section == "layout" else (dict, type(None))
-        if isinstance(tree.get(section), kinds):  # else it is refused
-            _put(tree, places, (section, name), setting.value, setting.where)
+        _put(tree, places, tuple(key.split(".")), setting.value, setting.where)
     return notes
 
 

@@ -280,14 +280,11 @@ def describe_run(plan: Plan, identity: str) -> dict[str, Any]:
 def resolve_run(plan: Plan) -> dict[str, Any]:
     """Return the run file with what the plan chose or derived: micro-batch, accumulation, recomputing, offloading."""
     run = record_run(plan.run)
-    chosen: dict[str, Any] = {
-        "per_device_train_batch_size": plan.batch.micro,
-        "gradient_accumulation_steps": plan.batch.accumulation,
-    }
+    chosen = {"per_device_train_batch_size": plan.batch.micro, "gradient_accumulation_steps": plan.batch.accumulation}
     if plan.run.train.gradient_checkpointing == "auto":
-        chosen["gradient_checkpointing"] = plan.layout.activation_checkpointing
+        chosen["gradient_checkpointing"] = bool(plan.layout.activation_checkpointing)
     if plan.run.train.offload_activations == "auto":
-        chosen["offload_activations"] = plan.layout.offload_activations
+        chosen["offload_activations"] = bool(plan.layout.offload_activations)
     return {**run, "train": {**run["train"], **chosen}}
 
 
