@@ -54,7 +54,7 @@ def refusal(folder: Path, text: str, code: str) -> list[Problem]:
 
 
 RESHARD = "layout.reshard_after_forward"
-THREE = {"layout.name": "full-shard", "train.bf16": True, "cluster.nodes": 3, "ranks": 3, "cpu": False, RESHARD: True}
+THREE = {"sharded": True, "train.bf16": True, "cluster.nodes": 3, "ranks": 3, "cpu": False, RESHARD: True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "fsdp.yaml": THREE | {"layout.wrap": "Mistral4DecoderLayer", "layout.offload": True},
     "fsdp-3xH200.yaml": THREE | {"layout.wrap": "MistralDecoderLayer", "layout.offload": True},
@@ -63,6 +63,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "cluster.nodes": 2,
         "ranks": 2,
         "layout.offload": False,
+        "layout.name": "full-shard",
     },
 }
 
@@ -117,7 +118,7 @@ def test_every_row_of_the_table_is_reached_by_a_file(tmp_path: Path) -> None:
         (tmp_path / "fsdp.yaml").write_text(text)
         file = read_accelerate(tmp_path / "fsdp.yaml", refuse=verdict.word != REFUSED)
         assert [entry.verdict for entry in file.entries if entry.path == path] == [verdict]
-        assert set(verdict.sets) - {"sharded"} <= set(file.settings)
+        assert set(verdict.sets) <= set(file.settings)
 
 
 def test_misspelt_and_misplaced_keys_and_values_are_reported_at_once_with_what_was_meant(tmp_path: Path) -> None:
@@ -232,13 +233,12 @@ def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_fi
     }  # a precision of no is a default
     fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
     file = load_accelerate(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
-    assert settings_of(file) == {"cluster.nodes": 2, "ranks": 4, "layout.name": "full-shard", "layout.offload": True}
+    assert settings_of(file) == {"cluster.nodes": 2, "ranks": 4, "sharded": True, "layout.offload": True}
     assert file
     assert file.settings["layout.offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
     assert "--accelerate FILE" in file.notes[0]
-    assert (
-        settings_of(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True
-    )  # refused on a GPU
+    on_cpu = settings_of(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))
+    assert on_cpu["cpu"] is True  # refused on a GPU
     with refused("refused-setting", "ACCELERATE_USE_DEEPSPEED"):
         load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
     path = EXAMPLES / "fsdp.yaml"
@@ -281,7 +281,7 @@ def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=180, capture_output=True)
     found = json.loads((tmp_path / "out.json").read_text())
-    set_by_both = {"layout.name": "no-reshard", "train.bf16": True, RESHARD: False, "layout.offload": True}
+    set_by_both = {"sharded": True, "train.bf16": True, RESHARD: False, "layout.offload": True}
     assert found["settings"] == {**set_by_both, "cluster.nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
@@ -317,6 +317,9 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         assert (one.name, one.nodes, one.gpus_per_node, one.offload) == expected
         notes = [note for note in plan.notes if "is overridden by --override" in note]
         assert bool(notes) == (expected != ("full-shard", 3, 8, True)), notes
+    run.write_text(run.read_text() + "sweep: {lora.r: [8, 16]}\n")  # a trial's run file has what it was planned with
+    for trial in read_run_file(run, (), file).trials:
+        assert (trial.run.cluster.size, "offload: true" in str(trial.trial and trial.trial.file)) == ((3, 8), True)
     with refused("disagreement"):  # the run file is a file too
         run.write_text(run.read_text() + "layout: resident\n")
         make_plan(read_run_file(run, (), file), compare=False)

@@ -1,6 +1,5 @@
 """Run file and Accelerate file become one layout; contradictions name both places; `auto` chooses."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,15 @@ FSDP = "distributed_type: FSDP\n"
 MISTRAL4 = Family("mistral4", "Mistral4ForCausalLM", "Mistral4DecoderLayer")
 
 
-def load(folder: Path, *overrides: str, accelerate: str | Path = "", written: Sequence[str] = ()) -> Loaded:
-    """Load a minimal run file that sets these keys, with overrides, and with an Accelerate file as text or path."""
+def load(folder: Path, *overrides: str, accelerate: str | Path = "", written: str = "") -> Loaded:
+    """Load a minimal run file with these sections and overrides, and with an Accelerate file as text or path."""
     path = folder / "run.yaml"
-    lines = ["model: {model_name_or_path: Mistral-Small-4-119B-2603}", "data: {val_split: null}"]
-    sections: dict[str, list[str]] = {key.partition(".")[0]: [] for key in written}
-    for key in written:
-        section, _, setting = key.partition(".")
-        sections[section].append(setting.replace("=", ": "))
-    lines += [f"{section}: {{{', '.join(settings)}}}" for section, settings in sections.items()]
-    path.write_text("\n".join(lines))
-    if isinstance(accelerate, str) and accelerate:
-        (folder / "fsdp.yaml").write_text(accelerate)
+    path.write_text(f"model: {{model_name_or_path: Mistral-Small-4-119B-2603}}\ndata: {{val_split: null}}\n{written}\n")
+    if isinstance(accelerate, str):
+        (folder / "fsdp.yaml").write_text(accelerate or "distributed_type: MULTI_GPU")
         accelerate = folder / "fsdp.yaml"
-    file = read_accelerate(accelerate) if isinstance(accelerate, Path) else None
     common = ("train.eval_strategy=no", "cluster.network=infiniband-400")
-    return read_run_file(path, [*common, *overrides], file)
+    return read_run_file(path, [*common, *overrides], read_accelerate(accelerate))
 
 
 def request(folder: Path, *overrides: str, **more: Any) -> Layout:
@@ -103,26 +95,23 @@ def test_keys_of_layout_imply_the_layout_that_has_them(key: str, name: str, tmp_
         assert resolve_layout(found, 128).name == name
 
 
-NODES, SIZES = "cluster.nodes=2", ("cluster.nodes=2", "cluster.gpus_per_node=4")
-# key of the Accelerate file, its value, code, and keys of the run file that say otherwise
-DISAGREEMENTS: list[tuple[str, str, str, tuple[str, ...]]] = [
-    ("num_machines", "3", "disagreement", (NODES,)),
-    ("num_processes", "2", "disagreement", SIZES),
-    ("num_processes", "3", "uneven-ranks", (NODES,)),
-    ("num_machines", "0", "wrong-value", ()),
-    ("num_processes", "0", "wrong-value", ()),
-    ("mixed_precision", "'no'", "disagreement", ("train.bf16=true",)),
-    ("mixed_precision", "bf16", "disagreement", ("train.bf16=false",)),
-    ("fsdp_config.fsdp_reshard_after_forward", "true", "disagreement", ("layout.reshard_after_forward=false",)),
-    ("fsdp_config.fsdp_reshard_after_forward", "true", "disagreement", ("layout.name=no-reshard",)),
-    ("fsdp_config.fsdp_sharding_strategy", "HYBRID_SHARD", "disagreement", ("layout.name=resident",)),
-    ("fsdp_config.fsdp_offload_params", "false", "disagreement", ("layout.offload=true",)),
-    ("fsdp_config.fsdp_activation_checkpointing", "true", "disagreement", ("train.gradient_checkpointing=false",)),
-    ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "A", "disagreement", ("layout.wrap=[A,B]",)),
-    (
-        *("parallelism_config.parallelism_config_dp_replicate_size", "2", "disagreement"),
-        ("layout.replicate=4", "cluster.gpus_per_node=4"),
-    ),
+NODES = "cluster: {nodes: 2}"
+# key of the Accelerate file, its value, code, and what the run file says otherwise
+DISAGREEMENTS: list[tuple[str, str, str, str]] = [
+    ("num_machines", "3", "disagreement", NODES),
+    ("num_processes", "2", "disagreement", "cluster: {nodes: 2, gpus_per_node: 4}"),
+    ("num_processes", "3", "uneven-ranks", NODES),
+    ("num_machines", "0", "wrong-value", ""),
+    ("num_processes", "0", "wrong-value", ""),
+    ("mixed_precision", "'no'", "disagreement", "train: {bf16: true}"),
+    ("mixed_precision", "bf16", "disagreement", "train: {bf16: false}"),
+    ("fsdp_config.fsdp_reshard_after_forward", "true", "disagreement", "layout: {reshard_after_forward: false}"),
+    ("fsdp_config.fsdp_reshard_after_forward", "true", "disagreement", "layout: no-reshard"),
+    ("fsdp_config.fsdp_sharding_strategy", "HYBRID_SHARD", "disagreement", "layout: resident"),
+    ("fsdp_config.fsdp_offload_params", "false", "disagreement", "layout: {offload: true}"),
+    ("fsdp_config.fsdp_activation_checkpointing", "true", "disagreement", "train: {gradient_checkpointing: false}"),
+    ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "A", "disagreement", "layout: {wrap: [A, B]}"),
+    ("parallelism_config.parallelism_config_dp_replicate_size", "2", "disagreement", "layout: {replicate: 4}"),
 ]
 
 
@@ -134,10 +123,9 @@ def test_two_sources_that_disagree_are_an_error_that_names_both_and_all_are_repo
         assert len(problems) == 1
     text = FSDP + "num_machines: 3\nmixed_precision: bf16\nfsdp_config:\n  offload_params: no\n"
     with refused("disagreement") as problems:
-        load(tmp_path, accelerate=text, written=(NODES, "train.bf16=false", "layout.offload=true"))
-    assert sorted(problem.where.rpartition(": ")[2].rpartition(".")[2] for problem in problems) == [
-        *("mixed_precision", "num_machines", "offload_params")
-    ]
+        load(tmp_path, accelerate=text, written=f"{NODES}\ntrain: {{bf16: false}}\nlayout: {{offload: true}}")
+    places = {problem.where.rpartition(": ")[2].rpartition(".")[2] for problem in problems}
+    assert places == {"mixed_precision", "num_machines", "offload_params"}
     assert all(problem.hint for problem in problems)
     where = f"{tmp_path}/fsdp.yaml:2: num_machines"
     text = f"{where}: asks for cluster.nodes 3, but it is 2 at {tmp_path}/run.yaml:3: cluster.nodes"
@@ -148,10 +136,17 @@ def test_a_default_is_no_disagreement_and_experts_may_be_split_under_an_fsdp_fil
     text = FSDP + "num_machines: 3\nnum_processes: 6\nmixed_precision: 'no'\n"
     found = request(tmp_path, accelerate=text + "fsdp_config:\n  activation_checkpointing: true\n")
     assert (found.nodes, found.gpus_per_node, found.precision, found.activation_checkpointing) == (3, 2, "no", True)
-    keys = (NODES, "train.bf16=true", "layout.name=expert-parallel")
+    keys = ("cluster.nodes=2", "train.bf16=true", "layout.name=expert-parallel")
     layout = resolve_layout(request(tmp_path, *keys, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
     assert (layout.name, layout.shard, layout.expert_parallel) == ("expert-parallel", 2, 2)
     assert layout.reason == "set by --override layout.name=expert-parallel"
+    text = FSDP + "fsdp_config: {fsdp_reshard_after_forward: true, fsdp_transformer_layer_cls_to_wrap: ''}\n"
+    text += "num_processes: 4\nparallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
+    loaded = load(tmp_path, accelerate=text, written="layout: hybrid\ntrain: {gradient_checkpointing: selective}")
+    assert (loaded.run.cluster.gpus_per_node, loaded.run.layout.replicate, loaded.run.layout.wrap) == (4, 2, None)
+    assert loaded.where("cluster.gpus_per_node") == f"{tmp_path}/fsdp.yaml:3: num_processes"
+    with refused("wrong-value", "run.yaml:3: layout"):  # never replaced by what the file sets
+        load(tmp_path, accelerate=text, written="layout: 5")
     assert request(tmp_path, "train.bf16=false").precision == "no"
     assert request(tmp_path, "train.bf16=false", "train.fp16=true").precision == "fp16"
 
@@ -297,14 +292,12 @@ def test_keys_of_a_named_layout_apply_only_to_it() -> None:
     for name, layout in list_layouts(wanted, 128):
         assert (layout.activation_checkpointing, layout.precision) == (True, "no")
         assert layout.offload == ("offloaded" in name)
-    assert [name for name, _ in list_named_layouts(want("no-reshard", 2, 1), 128, kept="fp8")] == [
-        "no-reshard",
-        "no-reshard, FP8",
-    ]
-    assert [name for name, _ in list_named_layouts(want("full-shard", 2, 1, offload=True), 128, kept="fp8")] == [
-        "full-shard"
-    ]
-    assert [name for name, _ in list_named_layouts(want("full-shard", 2, 1), 128, kept="")] == ["full-shard"]
+    for wanted, kept, names in (
+        (want("no-reshard", 2, 1), "fp8", ["no-reshard", "no-reshard, FP8"]),
+        (want("full-shard", 2, 1, offload=True), "fp8", ["full-shard"]),
+        (want("full-shard", 2, 1), "", ["full-shard"]),
+    ):
+        assert [name for name, _ in list_named_layouts(wanted, 128, kept)] == names
     (only,) = list_named_layouts(want("hybrid", 2, 8, base_dtype="fp8"), 128, kept="fp8")
     assert only[1].base_dtype == "fp8"
 

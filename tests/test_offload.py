@@ -43,10 +43,8 @@ LAYERS, HIDDEN = 36, 4096
 
 def planned(folder: Path, *overrides: str, accelerate: str = "") -> Plan:
     (folder / "run.yaml").write_text(FILE)
-    file = None
-    if accelerate:
-        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config: {{{accelerate}}}\n")
-        file = read_accelerate(folder / "fsdp.yaml")
+    (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config: {{{accelerate}}}\n")
+    file = read_accelerate(folder / "fsdp.yaml") if accelerate else None
     return make_plan(read_run_file(folder / "run.yaml", overrides, file), compare=False)
 
 

@@ -370,11 +370,7 @@ def test_stand_ins_have_the_requested_columns(section: dict[str, str], columns: 
 
 
 SHARDED = Layout("full-shard", "", 1, 3, shard=3)
-PLAN: dict[str, Any] = {
-    "layout": asdict(SHARDED),
-    "adapter": {"targets": []},
-    "batch": {"micro": 1, "accumulation": 16},
-}
+PLAN = {"layout": asdict(SHARDED), "adapter": {"targets": []}, "batch": {"micro": 1, "accumulation": 16}}
 
 
 def test_rehearsal_lists_every_changed_key() -> None:
@@ -436,8 +432,7 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
         assert bool(why) == (own != here)
     for ranks, split, groups in ((8, 8, 1), (8, 4, 2), (8, 2, 2), (16, 1, 4), (4, 2, 2), (2, 2, 1)):
         layout = Layout("", "", 1, ranks, shard=1, replicate=ranks, context_parallel=split)
-        made, _ = scale_ranks(layout, LocalMachine((), 2, 24, None))
-        assert made.readers == groups, (ranks, split)
+        assert scale_ranks(layout, LocalMachine((), 2, 24, None))[0].readers == groups, (ranks, split)
     for nodes, gpus, cpus, played in ((1, 4, 16, 1), (3, 1, 16, 3), (2, 8, 16, 2), (3, 8, 16, 2), (8, 1, 4, 4)):
         layout = Layout("", "", nodes, gpus, shard=nodes * gpus)
         assert scale_ranks(layout, LocalMachine((), cpus, 24, None))[0].nodes == played

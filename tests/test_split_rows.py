@@ -36,10 +36,8 @@ cluster: {gpu: h200, gpus_per_node: 8, network: infiniband-400}
 def planned(folder: Path, *overrides: str, accelerate: str = "", compare: bool = False) -> Plan:
     path = folder / "run.yaml"
     path.write_text(FILE)
-    file = None
-    if accelerate:
-        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\n{accelerate}")
-        file = read_accelerate(folder / "fsdp.yaml")
+    (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\n{accelerate}")
+    file = read_accelerate(folder / "fsdp.yaml") if accelerate else None
     return make_plan(read_run_file(path, overrides, file), compare=compare)
 
 

@@ -135,13 +135,16 @@ class Setting(NamedTuple):
         return self.where.startswith("--override ")
 
 
+Find = Callable[[str], Setting | None]  # what the run file or the command line sets: neither null nor auto
+
+
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
     """Accelerate's settings. An error names their places, as those of `--override`."""
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
-    settings: Mapping[str, Setting]  # keys of the run file, and `ranks`, `cpu`
+    settings: Mapping[str, Setting]  # keys of the run file, and `sharded`, `ranks`, `cpu`
     notes: tuple[str, ...] = ()
 
 
@@ -176,7 +179,6 @@ def read_accelerate(
         text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
         notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
     settings |= overriding
-    _name_layout(settings)
     shard, split = settings.get("layout.shard"), settings.get("layout.context_parallel")
     if shard and split:  # Accelerate shards weights over both
         settings["layout.shard"] = shard._replace(value=shard.value * split.value)
@@ -200,21 +202,6 @@ def _disagree(key: str, setting: Setting, other: Setting) -> Problem:
     return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
 
 
-def _name_layout(settings: dict[str, Setting]) -> None:
-    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`."""
-    sharded = settings.pop("sharded", None)
-    if sharded is None or not sharded.value:
-        return
-    name = settings.get("layout.name")
-    reshard = settings.get("layout.reshard_after_forward")
-    replicas = settings.get("layout.replicate")
-    if reshard and (name is None or name.value == "full-shard"):
-        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
-    if replicas and replicas.value > 1:
-        name = replicas._replace(value="hybrid", is_default=name is None)
-    settings["layout.name"] = name or sharded._replace(value="full-shard", is_default=True)
-
-
 # --- its settings as the run file's ---
 
 
@@ -230,10 +217,12 @@ def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[st
     settings = {**file.settings}
     notes = [*file.notes]
     problems = [*_check_cpu(settings.pop("cpu", None), run), *_spread_ranks(settings, find)]
+    _name_layout(settings, find)
     theirs = settings.get("layout.name")
     name, naming = run.layout.named
     layout = Setting(name, where(naming), name) if naming in NAMING else None
-    is_other = theirs and layout and layout.is_override and name != theirs.value
+    by_name = naming == "layout.name"
+    is_other = theirs and layout and layout.is_override and by_name and name != theirs.value
     for key, setting in [*settings.items()]:
         written = next(filter(None, map(find, CHECKPOINTING if key in CHECKPOINTING else (key,))), None)
         if key == "layout.name" or (is_other and key in REFINING and not (written and written.is_override)):
@@ -245,11 +234,28 @@ def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[st
         value = ",".join(value) if isinstance(value, list) else value
         if value == setting.value:
             continue
-        if written.is_override:
+        may_differ = setting.is_default or value in ALONGSIDE.get(setting.value, ())
+        if written.is_override and (by_name or not may_differ):
             notes.append(f"{setting.where}: {setting.text} is overridden by {written.where}")
-        elif not setting.is_default and value not in ALONGSIDE.get(setting.value, ()):
+        elif not (written.is_override or may_differ):
             problems.append(_disagree(key, setting, written))
-    return settings, notes, problems
+    return settings, [*dict.fromkeys(notes)], problems  # one key may set two
+
+
+def _name_layout(settings: dict[str, Setting], find: Find) -> None:
+    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`."""
+    sharded = settings.pop("sharded", None)
+    if sharded is None or not sharded.value:
+        return
+    name = settings.get("layout.name")
+    keys = ("layout.reshard_after_forward", "layout.replicate")
+    overriding = [setting if setting and setting.is_override else None for setting in map(find, keys)]
+    reshard, replicas = (ours or settings.get(key) for ours, key in zip(overriding, keys, strict=True))
+    if reshard and (name is None or name.value == "full-shard"):
+        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
+    if replicas and replicas.value > 1:
+        name = replicas._replace(value="hybrid", is_default=name is None)
+    settings["layout.name"] = name or sharded._replace(value="full-shard", is_default=True)
 
 
 def _check_cpu(cpu: Setting | None, run: RunFile) -> Iterator[Problem]:
@@ -262,7 +268,7 @@ def _check_cpu(cpu: Setting | None, run: RunFile) -> Iterator[Problem]:
         yield Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu")
 
 
-def _spread_ranks(settings: dict[str, Setting], find: Callable[[str], Setting | None]) -> Iterator[Problem]:
+def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]:
     """Replace the ranks of all nodes by each node's. If the command line sets the nodes, each has as many as before."""
     ranks = settings.pop("ranks", None)
     own = settings.get("cluster.nodes")
