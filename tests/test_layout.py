@@ -95,12 +95,11 @@ def test_keys_of_layout_imply_the_layout_that_has_them(key: str, name: str, tmp_
         assert resolve_layout(found, 128).name == name
 
 
-NODES = "cluster: {nodes: 2}"
 # key of the Accelerate file, its value, code, and what the run file says otherwise
 DISAGREEMENTS: list[tuple[str, str, str, str]] = [
-    ("num_machines", "3", "disagreement", NODES),
+    ("num_machines", "3", "disagreement", "cluster: {nodes: 2}"),
     ("num_processes", "2", "disagreement", "cluster: {nodes: 2, gpus_per_node: 4}"),
-    ("num_processes", "3", "uneven-ranks", NODES),
+    ("num_processes", "3", "uneven-ranks", "cluster: {nodes: 2}"),
     ("num_machines", "0", "wrong-value", ""),
     ("num_processes", "0", "wrong-value", ""),
     ("mixed_precision", "'no'", "disagreement", "train: {bf16: true}"),
@@ -123,7 +122,7 @@ def test_two_sources_that_disagree_are_an_error_that_names_both_and_all_are_repo
         assert len(problems) == 1
     text = FSDP + "num_machines: 3\nmixed_precision: bf16\nfsdp_config:\n  offload_params: no\n"
     with refused("disagreement") as problems:
-        load(tmp_path, accelerate=text, written=f"{NODES}\ntrain: {{bf16: false}}\nlayout: {{offload: true}}")
+        load(tmp_path, accelerate=text, written="cluster: {nodes: 2}\ntrain: {bf16: false}\nlayout: {offload: true}")
     places = {problem.where.rpartition(": ")[2].rpartition(".")[2] for problem in problems}
     assert places == {"mixed_precision", "num_machines", "offload_params"}
     assert all(problem.hint for problem in problems)
