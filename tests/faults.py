@@ -250,7 +250,7 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
         ),
         "other ranks in Accelerate's file": (
             write("fsdp.yaml", "distributed_type: FSDP\nnum_processes: 3\nfsdp_config: {fsdp_version: 2}\n"),
-            "fsdp.yaml:2: num_processes: the number of ranks is 3 here, but 1",
+            "fsdp.yaml:2: num_processes: asks for cluster.gpus_per_node 3, but it is 1 at",
         ),
     },
     NEW: {

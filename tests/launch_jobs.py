@@ -12,8 +12,8 @@ from typing import Any
 
 from windlass import plan as planning
 from windlass.plan import Plan
-from windlass.plan.accelerate import read_accelerate
 from windlass.runfile import read_run_file
+from windlass.runfile.accelerate import load_accelerate
 
 
 def client_model(path: str) -> Any:
@@ -100,7 +100,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 @cache
 def plan_of(path: Path, overrides: Sequence[str] = (), accelerate: Path | None = None) -> Plan:
-    return planning.make_plan(read_run_file(path, overrides), read_accelerate(accelerate) if accelerate else None)
+    return planning.make_plan(read_run_file(path, overrides, load_accelerate(accelerate)))
 
 
 def example(name: str, overrides: tuple[str, ...] = SITE) -> tuple[Plan, tuple[str, ...], Path | None]:

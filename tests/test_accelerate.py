@@ -16,7 +16,8 @@ from refusals import refused
 
 from windlass.errors import Problem, UserError
 from windlass.plan import make_plan
-from windlass.plan.accelerate import (
+from windlass.runfile import read_run_file
+from windlass.runfile.accelerate import (
     ANY,
     HONOURED,
     NO_EFFECT,
@@ -29,7 +30,6 @@ from windlass.plan.accelerate import (
     load_key_table,
     read_accelerate,
 )
-from windlass.runfile import read_run_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"
@@ -53,16 +53,17 @@ def refusal(folder: Path, text: str, code: str) -> list[Problem]:
     return problems
 
 
-THREE = {"sharded": True, "precision": "bf16", "nodes": 3, "ranks": 3, "cpu": False, "reshard_after_forward": True}
+RESHARD = "layout.reshard_after_forward"
+THREE = {"sharded": True, "train.bf16": True, "cluster.nodes": 3, "ranks": 3, "cpu": False, RESHARD: True}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "fsdp.yaml": THREE | {"wrap": "Mistral4DecoderLayer", "offload": True},
-    "fsdp-3xH200.yaml": THREE | {"wrap": "MistralDecoderLayer", "offload": True},
+    "fsdp.yaml": THREE | {"layout.wrap": "Mistral4DecoderLayer", "layout.offload": True},
+    "fsdp-3xH200.yaml": THREE | {"layout.wrap": "MistralDecoderLayer", "layout.offload": True},
     "config/fsdp_2xH200.yaml": {
         **{key: value for key, value in THREE.items() if key != "cpu"},
-        "nodes": 2,
+        "cluster.nodes": 2,
         "ranks": 2,
-        "offload": False,
-        "name": "full-shard",
+        "layout.offload": False,
+        "layout.name": "full-shard",
     },
 }
 
@@ -143,10 +144,10 @@ def test_misspelt_and_misplaced_keys_and_values_are_reported_at_once_with_what_w
 def test_values_are_parsed_as_in_accelerate(tmp_path: Path) -> None:
     text = FSDP + "mixed_precision: no\nfsdp_config:\n  offload_params: 'yes'\n  sharding_strategy: 4\n"
     text += "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n"
-    expected = {"precision": "no", "offload": True, "name": "hybrid", "wrap": "A,B"}
+    expected = {"train.bf16": False, "layout.offload": True, "layout.name": "hybrid", "layout.wrap": "A,B"}
     assert expected.items() <= settings_of(read(tmp_path, text)).items()
     unread = read(tmp_path, "distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_offload_params: true\n")
-    assert "offload" not in unread.settings
+    assert "layout.offload" not in unread.settings
     assert unread.entries[-1].verdict.because == "read only with distributed_type: FSDP, and it is MULTI_GPU"
 
 
@@ -226,21 +227,23 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "4", "LOCAL_WORLD_
 )
 def test_the_launchers_environment_sets_the_layout_and_its_flags_win_over_the_file() -> None:
     assert load_accelerate(None, {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": "2"}) is None
-    assert settings_of(load_accelerate(None, LAUNCHED)) == {"nodes": 2, "ranks": 4}  # a precision of no is a default
+    assert settings_of(load_accelerate(None, LAUNCHED)) == {
+        "cluster.nodes": 2,
+        "ranks": 4,
+    }  # a precision of no is a default
     fsdp = LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}
     file = load_accelerate(None, fsdp | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"})
-    assert settings_of(file) == {"nodes": 2, "ranks": 4, "sharded": True, "offload": True}
+    assert settings_of(file) == {"cluster.nodes": 2, "ranks": 4, "sharded": True, "layout.offload": True}
     assert file
-    assert file.settings["offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
+    assert file.settings["layout.offload"].where == "accelerate launch: FSDP_OFFLOAD_PARAMS"
     assert "--accelerate FILE" in file.notes[0]
-    assert (
-        settings_of(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))["cpu"] is True
-    )  # refused on a GPU
+    on_cpu = settings_of(load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_CPU": "True"}))
+    assert on_cpu["cpu"] is True  # refused on a GPU
     with refused("refused-setting", "ACCELERATE_USE_DEEPSPEED"):
         load_accelerate(None, LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"})
     path = EXAMPLES / "fsdp.yaml"
     file = load_accelerate(path, LAUNCHED | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
-    assert settings_of(file) == PUBLISHED["fsdp.yaml"] | {"nodes": 2, "ranks": 2}
+    assert settings_of(file) == PUBLISHED["fsdp.yaml"] | {"cluster.nodes": 2, "ranks": 2}
     assert file
     assert [note.partition("fsdp.yaml")[2] for note in file.notes] == [
         ":11: num_machines: 3 is overridden by accelerate launch: WORLD_SIZE=2: its flags win",
@@ -253,7 +256,7 @@ import dataclasses, json, os, sys
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from windlass.plan.accelerate import load_accelerate
+from windlass.runfile.accelerate import load_accelerate
 fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
 answer = {
     "settings": {name: setting.value for name, setting in load_accelerate(None, os.environ).settings.items()},
@@ -278,8 +281,8 @@ def test_key_table_covers_accelerate_and_its_launcher(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_"))}
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=180, capture_output=True)
     found = json.loads((tmp_path / "out.json").read_text())
-    set_by_both = {"sharded": True, "precision": "bf16", "reshard_after_forward": False, "offload": True}
-    assert found["settings"] == {**set_by_both, "nodes": 1, "ranks": 1}
+    set_by_both = {"sharded": True, "train.bf16": True, RESHARD: False, "layout.offload": True}
+    assert found["settings"] == {**set_by_both, "cluster.nodes": 1, "ranks": 1}
     # With --cpu it starts a single process, which shards nothing.
     unset = {"ACCELERATE_USE_CPU", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_IGNORED_MODULES", "FSDP_STATE_DICT_TYPE"}
     assert set(load_key_table().launcher) - set(found["environ"]) <= unset
@@ -300,7 +303,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = read(
         tmp_path, f"distributed_type: FSDP\nnum_machines: 3\nnum_processes: 24\nmixed_precision: bf16\n{layout}"
     )
-    plain = make_plan(read_run_file(run), file, compare=False).layout
+    plain = make_plan(read_run_file(run, (), file), compare=False).layout
     assert (plain.name, plain.nodes, plain.gpus_per_node, plain.offload) == ("full-shard", 3, 8, True)
     for overrides, expected in (
         (["cluster.nodes=2"], ("full-shard", 2, 8, True)),
@@ -309,11 +312,14 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         (["layout.offload=false"], ("full-shard", 3, 8, False)),
         (["layout=resident", "layout.base_dtype=bf16"], ("resident", 3, 8, False)),
     ):
-        plan = make_plan(read_run_file(run, overrides), file, compare=False)
+        plan = make_plan(read_run_file(run, overrides, file), compare=False)
         one = plan.layout
         assert (one.name, one.nodes, one.gpus_per_node, one.offload) == expected
         notes = [note for note in plan.notes if "is overridden by --override" in note]
         assert bool(notes) == (expected != ("full-shard", 3, 8, True)), notes
+    run.write_text(run.read_text() + "sweep: {lora.r: [8, 16]}\n")  # a trial's run file has what it was planned with
+    for trial in read_run_file(run, (), file).trials:
+        assert (trial.run.cluster.size, "offload: true" in str(trial.trial and trial.trial.file)) == ((3, 8), True)
     with refused("disagreement"):  # the run file is a file too
         run.write_text(run.read_text() + "layout: resident\n")
-        make_plan(read_run_file(run), file, compare=False)
+        make_plan(read_run_file(run, (), file), compare=False)

@@ -534,5 +534,5 @@ def test_script_errors_fail_the_check(tmp_path: Path) -> None:
         found = named(results, "script")
         assert (found.verdict, printed in found.seen) == (FAIL, True), found
         assert named(results, "library torch").verdict == FAIL
-    plan, results = inputs.check_plan(read_any(run, ["cluster.gpu=quantum"]), lambda: None)
+    plan, results = inputs.check_plan(read_any(run, ["cluster.gpu=quantum"]))
     assert (plan, "quantum" in named(results, "plan").seen) == (None, True)

@@ -109,7 +109,7 @@ MESSAGES = {
         "write lora.r",
     ),
     "plan bf16.yaml --accelerate fsdp.yaml": (
-        "fsdp.yaml:2: mixed_precision: precision is no here, but bf16 at bf16.yaml:3: train.bf16",
+        "fsdp.yaml:2: mixed_precision: asks for train.bf16 false, but it is true at bf16.yaml:3: train.bf16",
         "make the two agree, or keep one of them",
     ),
     "check run.yaml --override train.optim=adamw_troch": (

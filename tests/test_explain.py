@@ -11,9 +11,9 @@ import pytest
 from windlass import explain
 from windlass.cli import app
 from windlass.errors import UserError
-from windlass.plan.accelerate import load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile import list_keys, read_run_file, reference
+from windlass.runfile.accelerate import load_key_table, read_accelerate
 from windlass.variables import DEFAULTS, DOES_NOT_EXIST, STARTED, list_other_names, variables
 
 ROOT = Path(__file__).parent.parent

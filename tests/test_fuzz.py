@@ -23,8 +23,8 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.model.files import read_header
-from windlass.plan.accelerate import read_accelerate
 from windlass.runfile import read_any, read_presets
+from windlass.runfile.accelerate import read_accelerate
 from windlass.runfile.reference import make_schema
 
 ODD: tuple[Any, ...] = (

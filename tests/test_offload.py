@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from windlass import tiny
 from windlass.plan import Plan, make_plan
-from windlass.plan.accelerate import read_accelerate
 from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.memory import list_training_moments
 from windlass.plan.show import print_plan
@@ -24,6 +23,7 @@ from windlass.plan.step_time import estimate_time
 from windlass.plan.sweep import _set_layout
 from windlass.plan.traffic import INPUTS
 from windlass.runfile import read_run_file
+from windlass.runfile.accelerate import read_accelerate
 from windlass.runfile.importers import import_file
 from windlass.train import recompute
 from windlass.train.recompute import recompute_layers
@@ -43,11 +43,9 @@ LAYERS, HIDDEN = 36, 4096
 
 def planned(folder: Path, *overrides: str, accelerate: str = "") -> Plan:
     (folder / "run.yaml").write_text(FILE)
-    file = None
-    if accelerate:
-        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config: {{{accelerate}}}\n")
-        file = read_accelerate(folder / "fsdp.yaml")
-    return make_plan(read_run_file(folder / "run.yaml", overrides), file, compare=False)
+    (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config: {{{accelerate}}}\n")
+    file = read_accelerate(folder / "fsdp.yaml") if accelerate else None
+    return make_plan(read_run_file(folder / "run.yaml", overrides, file), compare=False)
 
 
 # --- what goes to host memory ------------------
@@ -204,7 +202,7 @@ def test_two_files_that_disagree_are_named(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(FILE.replace("train: {", "train: {offload_activations: false, "))
     with refused("disagreement", "fsdp_activation_checkpointing_offload"):
-        make_plan(read_run_file(file), read_accelerate(tmp_path / "fsdp.yaml"), compare=False)
+        make_plan(read_run_file(file, (), read_accelerate(tmp_path / "fsdp.yaml")), compare=False)
 
 
 # --- other tools' files ------------------

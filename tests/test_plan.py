@@ -21,7 +21,6 @@ from windlass import hardware
 from windlass.data.reading import RowCount
 from windlass.data.select import RowSet
 from windlass.plan import Plan, make_plan
-from windlass.plan.accelerate import read_accelerate
 from windlass.plan.cost import HEADROOM, BatchSize
 from windlass.plan.padding import RowLengths
 from windlass.plan.rows import Counts, DataSample, SplitSample
@@ -29,6 +28,7 @@ from windlass.plan.schedule import make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
 from windlass.runfile import Data, Train, read_run_file
+from windlass.runfile.accelerate import read_accelerate
 from windlass.settings import FOUR_BITS
 
 ROOT = Path(__file__).parent.parent
@@ -51,9 +51,8 @@ WHOLE = ("train", "2xH200")  # golden files of all that the plan says
 @cache
 def planned(case: str) -> Plan:
     file, accelerate, overrides = CASES[case]
-    return make_plan(
-        read_run_file(EXAMPLES / file, overrides), read_accelerate(EXAMPLES / accelerate) if accelerate else None
-    )
+    settings = read_accelerate(EXAMPLES / accelerate) if accelerate else None
+    return make_plan(read_run_file(EXAMPLES / file, overrides, settings))
 
 
 @cache
@@ -254,7 +253,7 @@ def test_model_and_adapter_rule_out_settings() -> None:
     ):
         with refused(code, overrides[-1]):
             of_train(*overrides)
-    rows = of_train("lora.use_dora=true", "cluster.nodes=1").contenders
+    rows = of_train("lora.use_dora=true", "cluster.nodes=1", "layout=full-shard").contenders  # one GPU has all of it
     assert not [row for row in rows if row.layout.base_dtype == "fp8"]
     asked = ("train.optim=adafactor", "lora.lora_dropout=0", "cluster.nodes=2", "layout=expert-parallel")
     for keys in (("lora.target_modules=all",), ("lora.experts=true",)):
@@ -297,13 +296,13 @@ def test_gpu_runs_are_refused_on_a_cpu_and_vice_versa(tmp_path: Path) -> None:
     file = read_accelerate(tmp_path / "fsdp.yaml")
     sizes = ("cluster.nodes=1", "cluster.gpus_per_node=2")
     with refused("cpu-for-gpu", "fsdp.yaml:2: use_cpu"):
-        make_plan(read_run_file(EXAMPLES / "train.yaml", sizes), file)
-    assert make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, *sizes)), file).machine.gpu.name == "cpu"
+        make_plan(read_run_file(EXAMPLES / "train.yaml", sizes, file))
+    assert make_plan(read_run_file(EXAMPLES / "train.yaml", (*ON_CPU, *sizes), file)).machine.gpu.name == "cpu"
     # A network is needed also if an Accelerate file sets the nodes.
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 2\n")
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: Qwen3-30B-A3B}\ncluster: {gpu: h200}\n")
     with refused("no-network"):
-        make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:]), read_accelerate(tmp_path / "fsdp.yaml"))
+        make_plan(read_run_file(tmp_path / "run.yaml", ON_CPU[-1:], read_accelerate(tmp_path / "fsdp.yaml")))
 
 
 @pytest.mark.fault("a router's loss for a model without experts", "`windlass plan`", "has no routed experts")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from windlass.model import find_base, find_published_base, read_base
 from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
+from windlass.plan.layout import Layout
 from windlass.ranks import supervisor
 from windlass.ranks.place import Node
 from windlass.rehearse import RehearsalRecord, material, rehearse, reload, stages
 from windlass.rehearse.process import RunningCommand, make_environment, node_variables
 from windlass.rehearse.record import Failed, print_record
-from windlass.rehearse.scale import STEPS, Change, Material, Sharding, scale_config, scale_ranks, scale_run
+from windlass.rehearse.scale import STEPS, Change, Material, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import RunFile, read_run_file
 from windlass.runfile.rules import find_contradictions
@@ -223,15 +225,15 @@ def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
     run, overrides, _, count = EXAMPLES[name]
     loaded = read_run_file(run, overrides)
     own = planning.make_plan(loaded)
-    here, nodes, _ = scale_ranks(own.as_dict()["layout"], LocalMachine((), 2, 24, None))
-    assert nodes == count
+    here, _ = scale_ranks(own.layout, LocalMachine((), 2, 24, None))
+    assert here.nodes == count
     base = own.base
     tiny.write_like(base, scale_config(base, experts_over=here.expert_parallel, vocab=None), tmp_path / "model")
     (tmp_path / "data").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "data" / f"{split}.jsonl").write_text('{"text": "some words of a row"}\n' * 40)
     made = some_material(model=tmp_path / "model", data=tmp_path / "data")
-    text, _ = scale_run(loaded.run, own.as_dict(), here, made, tmp_path / "run", count, packs=own.run.data.packs)
+    text, _ = scale_run(loaded.run, own.as_dict(), here, made, tmp_path / "run", packs=own.run.data.packs)
     (tmp_path / "run.yaml").write_text(text)
     small = planning.make_plan(read_run_file(tmp_path / "run.yaml"))
     for key in ("name", "reshard_after_forward", "base_dtype", "precision"):
@@ -367,14 +369,8 @@ def test_stand_ins_have_the_requested_columns(section: dict[str, str], columns: 
 # --- the run scaled down
 
 
-PLAN: dict[str, Any] = {
-    "layout": {
-        "name": "full-shard", "shard": 3, "replicate": 1, "expert_parallel": 1, "reshard_after_forward": True,
-        "base_dtype": "bf16", "offload": False, "activation_checkpointing": False, "offload_activations": False,
-    },
-    "adapter": {"targets": []},
-    "batch": {"micro": 1, "accumulation": 16},
-}  # fmt: skip
+SHARDED = Layout("full-shard", "", 1, 3, shard=3)
+PLAN = {"layout": asdict(SHARDED), "adapter": {"targets": []}, "batch": {"micro": 1, "accumulation": 16}}
 
 
 def test_rehearsal_lists_every_changed_key() -> None:
@@ -390,9 +386,9 @@ def test_rehearsal_lists_every_changed_key() -> None:
             "cluster": {"nodes": 3, "image": "x", "env": env},
         }
     )
-    layout = {**PLAN["layout"], "activation_checkpointing": True, "offload_activations": True}
-    plan = {**PLAN, "layout": layout, "adapter": {"targets": targets}}
-    text, changes = scale_run(run, plan, Sharding(3, 1, 1), some_material(), Path("out"), packs=False)
+    layout = replace(SHARDED, activation_checkpointing=True, offload_activations=True)
+    plan = {**PLAN, "layout": asdict(layout), "adapter": {"targets": targets}}
+    text, changes = scale_run(run, plan, layout, some_material(), Path("out"), packs=False)
     small = RunFile.model_validate(yaml.safe_load(text))
     assert (small.model.torch_dtype, small.model.attn_implementation, small.train.fp16) == ("float32", "sdpa", False)
     assert small.lora.target_modules == ["q_proj", "o_proj"]  # names of layers that the replica has not got
@@ -411,7 +407,7 @@ def test_a_run_without_validation_rows_is_rehearsed_without_evaluation() -> None
     """As `windlass train` trains it, after a warning."""
     run = RunFile.model_validate({"train": {"sample": {"from_eval": 4}}})
     for rows, strategy in ((some_material(), "auto"), (some_material(validation=False), "no")):
-        text, _ = scale_run(run, PLAN, Sharding(1, 1, 1), rows, Path("out"), packs=False)
+        text, _ = scale_run(run, PLAN, SHARDED, rows, Path("out"), packs=False)
         small = RunFile.model_validate(yaml.safe_load(text))
         assert small.train.eval_strategy == strategy
         assert (small.train.sample is None) == (strategy == "no")
@@ -431,18 +427,15 @@ def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> Non
         ((16, 1, 16), 2, 24, (4, 1, 4)),
         ((16, 1, 1), 32, 3, (2, 1, 1)),
     ):
-        layout = dict(zip(("shard", "replicate", "expert_parallel"), own, strict=True))
-        more = {"nodes": 1, "context_parallel": 1}
-        made, _, why = scale_ranks({**layout, **more}, LocalMachine((), cpus, gib, None))
+        made, why = scale_ranks(Layout("", "", 1, own[0] * own[1], *own), LocalMachine((), cpus, gib, None))
         assert (made.shard, made.replicate, made.expert_parallel) == here
         assert bool(why) == (own != here)
     for ranks, split, groups in ((8, 8, 1), (8, 4, 2), (8, 2, 2), (16, 1, 4), (4, 2, 2), (2, 2, 1)):
-        layout = {"shard": 1, "replicate": ranks, "expert_parallel": 1, "context_parallel": split, "nodes": 1}
-        made, *_ = scale_ranks(layout, LocalMachine((), 2, 24, None))
-        assert made.readers == groups, (ranks, split)
-    for nodes, ranks, played in ((1, 4, 1), (3, 3, 3), (2, 16, 2), (3, 4, 2), (8, 4, 4), (5, 3, 3)):
-        layout = {"shard": ranks, "replicate": 1, "expert_parallel": 1, "context_parallel": 1, "nodes": nodes}
-        assert scale_ranks(layout, LocalMachine((), 16, 24, None))[1] == played
+        layout = Layout("", "", 1, ranks, shard=1, replicate=ranks, context_parallel=split)
+        assert scale_ranks(layout, LocalMachine((), 2, 24, None))[0].readers == groups, (ranks, split)
+    for nodes, gpus, cpus, played in ((1, 4, 16, 1), (3, 1, 16, 3), (2, 8, 16, 2), (3, 8, 16, 2), (8, 1, 4, 4)):
+        layout = Layout("", "", nodes, gpus, shard=nodes * gpus)
+        assert scale_ranks(layout, LocalMachine((), cpus, 24, None))[0].nodes == played
 
 
 @pytest.mark.takes("makes small models of every family")

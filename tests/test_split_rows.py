@@ -14,13 +14,13 @@ from windlass.launch.check.results import PASS, WARN
 from windlass.model import find_published_base
 from windlass.model.quantization import published_dtype
 from windlass.plan import Plan, make_plan
-from windlass.plan.accelerate import read_accelerate
 from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.memory import Tokens, forward_bytes, layer_bytes, list_training_moments
 from windlass.plan.search import drop_dominated, is_same_layout, list_overrides
 from windlass.plan.show import print_plan
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
 from windlass.runfile import read_run_file
+from windlass.runfile.accelerate import read_accelerate
 from windlass.runfile.importers import import_file
 
 KEY = "layout.context_parallel"
@@ -36,11 +36,9 @@ cluster: {gpu: h200, gpus_per_node: 8, network: infiniband-400}
 def planned(folder: Path, *overrides: str, accelerate: str = "", compare: bool = False) -> Plan:
     path = folder / "run.yaml"
     path.write_text(FILE)
-    file = None
-    if accelerate:
-        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\n{accelerate}")
-        file = read_accelerate(folder / "fsdp.yaml")
-    return make_plan(read_run_file(path, overrides), file, compare=compare)
+    (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\n{accelerate}")
+    file = read_accelerate(folder / "fsdp.yaml") if accelerate else None
+    return make_plan(read_run_file(path, overrides, file), compare=compare)
 
 
 # --- what is refused ------------------
@@ -86,7 +84,7 @@ def test_families_are_named_that_carry_a_state_or_are_not_proven(tmp_path: Path)
     loaded = planned(tmp_path, f"{KEY}=2").loaded
     request = planned(tmp_path, f"{KEY}=2").request
     for other in (unproven, carrying):
-        problems = check_split_rows(request, loaded, other, None)
+        problems = check_split_rows(request, loaded, other)
         assert [(problem.code, KEY in problem.where) for problem in problems] == [("not-splittable", True)]
 
 

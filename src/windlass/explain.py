@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from windlass.errors import UserError
-from windlass.plan.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.plan.layout import LAYOUTS
+from windlass.runfile.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
 from windlass.runfile.moved import find_new_places
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any

@@ -25,6 +25,7 @@ from windlass.plan.resolve import FEW_STEPS, MOST_EPOCHS, SHORTEST
 from windlass.plan.rows import NO_DATA, DataSample, SplitSample, sample_data
 from windlass.plan.validate import check_rows
 from windlass.runfile import Loaded, parse_settings, read_run_file
+from windlass.runfile.accelerate import AccelerateFile
 from windlass.runfile.reference import render_settings
 from windlass.serve.servers import judge_adapter
 
@@ -65,14 +66,16 @@ class Draft:
         values, reasons = ({key: each[i] for key, each in self.settings.items()} for i in (0, 1))
         return render_settings(values, reasons, "Next step: windlass plan run.yaml")
 
-    def load(self, **changes: Any) -> Loaded:
-        """Load it as a run file, with other values for some keys."""
+    def load(self, accelerate: AccelerateFile | None = None, overrides: Sequence[str] = (), **changes: Any) -> Loaded:
+        """Load it as a run file, with other values for some keys. `overrides`: of those that are fixed already, which
+        win over an Accelerate file."""
         changed = Draft(self.settings | {key.replace("__", "."): (value, "") for key, value in changes.items()})
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(changed.text, encoding="utf-8")
-            loaded = read_run_file(path)
+            loaded = read_run_file(path, overrides, accelerate)
         places = {key: f"--override {key}" if key in self.fixed else key for key in loaded.places}
+        places |= {key: place for key, place in loaded.places.items() if not place.startswith(folder)}
         return replace(loaded, places=places)  # the file is gone
 
 

@@ -19,11 +19,11 @@ from windlass.model.base import find_fetched_folder, find_published_base, read_p
 from windlass.model.files import CONFIG
 from windlass.observe.format import format_duration
 from windlass.plan import Plan, make_plan
-from windlass.plan.accelerate import AccelerateFile, read_accelerate
 from windlass.plan.longest import LongestRow, list_columns
 from windlass.plan.search import is_same_layout
 from windlass.plan.show import MILLIONS, estimate_millions, make_table
 from windlass.runfile import Loaded, read_run_file
+from windlass.runfile.accelerate import AccelerateFile, load_accelerate
 from windlass.runfile.document import load_document
 from windlass.runfile.names import find_close_names
 
@@ -45,15 +45,12 @@ class Subject:
     load: Callable[[str | None], Loaded]  # None: its own GPUs
     base: Base
     draft: Draft | None = None
-    accelerate: AccelerateFile | None = None
 
     def plan(self, gpus: str | None = None, *, compare: bool = True) -> Plan:
         if self.draft is None:
-            return make_plan(self.load(gpus), self.accelerate, base=self.base, compare=compare)
+            return make_plan(self.load(gpus), base=self.base, compare=compare)
         with name_options(()):
-            return make_plan(
-                self.load(gpus), self.accelerate, base=self.base, sample=self.draft.sample, compare=compare
-            )
+            return make_plan(self.load(gpus), base=self.base, sample=self.draft.sample, compare=compare)
 
 
 def find_model(name: str) -> str | None:
@@ -108,7 +105,7 @@ def open_subject(
     _refuse_options(name, gpus, options, is_model=model is not None)
     if model is None and gpus is None and "--longest" not in options:
         return None
-    file = read_accelerate(accelerate) if accelerate else None
+    file = load_accelerate(accelerate)
     if model is None:
         return _open_run_file(Path(name), gpus, overrides, file, say)
     if gpus is None and not options.get("--data"):
@@ -159,7 +156,7 @@ def _open_run_file(
     say: Callable[[str], None],
 ) -> Subject:
     """Open a run file, whose machines `gpus` replaces."""
-    loaded = read_run_file(path, overrides)
+    loaded = read_run_file(path, overrides, accelerate)
     cluster = loaded.run.cluster
     named = None if gpus == ALL else gpus
 
@@ -173,13 +170,14 @@ def _open_run_file(
             settings["network"] = NETWORK
         if cluster.gpu != gpu:  # what the file says is of another machine
             settings |= dict.fromkeys(("link", "machine", "host_memory_gib"), "null")
-        return read_run_file(path, [*overrides, *(f"cluster.{key}={value}" for key, value in settings.items())])
+        machines = [f"cluster.{key}={value}" for key, value in settings.items()]
+        return read_run_file(path, [*overrides, *machines], accelerate)
 
     written = [key for key in ("gpu", "gpus_per_node", "nodes") if is_written(loaded.where, f"cluster.{key}")]
     if gpus and written:
         say(f"note: --gpus {gpus} instead of the machines set at {loaded.where(f'cluster.{written[0]}')}")
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
-    return Subject(str(path), load, base, accelerate=accelerate)
+    return Subject(str(path), load, base)
 
 
 def _open_model(
@@ -211,11 +209,11 @@ def _open_model(
         if others:
             set_machine(changed, others)
             changed.set("train.global_batch_size", round_to_ranks(batch, changed.ranks))
-        return changed.load()
+        return changed.load(accelerate, overrides if accelerate else ())
 
     for warning in draft.warnings if data else ():
         say(f"warning: {warning}")
-    return Subject(name, load, find_base(model, "windlass plan"), draft, accelerate)
+    return Subject(name, load, find_base(model, "windlass plan"), draft)
 
 
 # --- GPUs compared ------------------

@@ -370,9 +370,8 @@ def check(
     --in-pod all nodes agree on one verdict and exit with 13, or with 1 if the only problem is that nodes are missing.
     """
     from windlass.launch.check import ALONE, HERE, IN_POD, print_report, run_checks, write_error
-    from windlass.plan.accelerate import read_accelerate
-    from windlass.plan.script import refuse_accelerate
-    from windlass.runfile import LoadedScript, read_any
+    from windlass.runfile import read_any
+    from windlass.runfile.accelerate import load_accelerate
 
     if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
         raise UserError(
@@ -385,9 +384,7 @@ def check(
         write_result(report, as_json, print_report)
         raise typer.Exit(report.exit_code)
     try:
-        loaded = read_any(run, override or ())
-        if isinstance(loaded, LoadedScript):
-            refuse_accelerate(accelerate)
+        loaded = read_any(run, override or (), load_accelerate(accelerate))
     except UserError as error:
         if not in_pod:
             raise
@@ -398,7 +395,6 @@ def check(
         depth = IN_POD
     report = run_checks(
         loaded,
-        lambda: read_accelerate(accelerate) if accelerate else None,
         depth=depth,
         environ=os.environ,
         patience_seconds=wait,

@@ -78,25 +78,22 @@ def train(
     def planned() -> Any:
         """Plan for the launcher's ranks, else for this machine, unless the files set nodes and GPUs."""
         from windlass.hardware import read_this_machine
-        from windlass.plan.accelerate import load_accelerate
-        from windlass.plan.script import make_any_plan, refuse_accelerate
+        from windlass.plan.script import make_any_plan
         from windlass.ranks.supervisor import default_overrides
         from windlass.runfile import read_any
+        from windlass.runfile.accelerate import load_accelerate
 
         is_script = read_kind(run, overrides) == "script"
         require_libraries(("torch",) if is_script else TRAINING, "train")
         if is_script and debug_freq is not None:
             hint = "pass it to the meter inside your script"
             raise UserError("has no effect on a script, which measures itself", "--debug-freq", hint, "no-effect")
-        if is_script:
-            refuse_accelerate(accelerate)
-        loaded = read_any(run, overrides)
-        file = None if is_script else load_accelerate(accelerate, os.environ)
-        if file is None or file.settings.keys().isdisjoint(("nodes", "ranks")):
-            defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus), job)
-            if defaults:
-                loaded = read_any(run, [*overrides, *defaults])
-        return make_any_plan(loaded, file, is_here=True)
+        file = load_accelerate(accelerate, {} if is_script else os.environ)
+        loaded = read_any(run, overrides, file)
+        defaults = default_overrides(loaded, os.environ, len(read_this_machine().gpus), job)
+        if defaults:
+            loaded = read_any(run, [*overrides, *defaults], file)
+        return make_any_plan(loaded, is_here=True)
 
     code = train(planned, started, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
     raise typer.Exit(code)

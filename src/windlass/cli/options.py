@@ -157,14 +157,13 @@ def write_run_file(text: str, out: Path | None) -> None:
 
 def make_plan(run: Path, override: list[str] | None, accelerate: Path | None, *, for_start: bool = True) -> AnyPlan:
     """Plan the run: for_start, as `windlass train` here would train it if this is its machine."""
-    from windlass.plan.accelerate import read_accelerate
     from windlass.plan.machine import is_this_machine
     from windlass.plan.script import make_any_plan
     from windlass.runfile import read_any
+    from windlass.runfile.accelerate import load_accelerate
 
-    file = read_accelerate(accelerate) if accelerate else None
-    loaded = read_any(run, override or ())
-    return make_any_plan(loaded, file, is_here=for_start and is_this_machine(loaded.run.cluster))
+    loaded = read_any(run, override or (), load_accelerate(accelerate))
+    return make_any_plan(loaded, is_here=for_start and is_this_machine(loaded.run.cluster))
 
 
 RunPath = Annotated[Path, arg("RUN", "The run file (YAML).", callback=remember_run_file)]

@@ -1,10 +1,10 @@
 """Compute a plan from a run file and checkpoint headers: what can be known about a run before a GPU is reserved.
 
 plan         the plan, and its JSON; make: how it is made, in numbered steps; validate: settings that can't work
-accelerate   an Accelerate file, key by key; resolve: a value for each setting that is `auto`
+resolve      a value for each setting that is `auto`
 machine      the hardware, as in the table or as calibrated
 schedule     rows, steps, evaluations, checkpoints
-request      the layout settings of both files; layout: their sizes, derived and checked
+request      the layout that a run file requests; layout: its sizes, derived and checked
 search       layouts and micro-batches, compared
 cost         workload, memory, step_time: what a layout needs
 advice       what would be faster, and what is probably not intended

@@ -15,7 +15,7 @@ from windlass.plan.cost import Cost, Workload, estimate_cost
 from windlass.plan.padding import RowLengths
 from windlass.plan.plan import Advice, Caution, Plan
 from windlass.plan.resolve import FEW_STEPS
-from windlass.plan.search import Candidate, choose_layout, compare_layouts, list_micro_batches, try_batches
+from windlass.plan.search import Candidate, Search, choose_layout, list_micro_batches, try_batches
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.workload import ModelShape
 from windlass.runfile import RunFile
@@ -38,7 +38,7 @@ SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
 
 def advise_faster_layout(
     work: Workload,
-    lengths: RowLengths,
+    search: Search,
     contenders: Sequence[Candidate],
     run: RunFile,
     *,
@@ -46,6 +46,7 @@ def advise_faster_layout(
     layout_is_set: bool,
 ) -> tuple[Advice, ...]:
     """Return the gain of each change alone and of all together, the best first."""
+    lengths = search.lengths
     full = work.batch.length
     automatic = run.train.model_copy(update={"per_device_train_batch_size": "auto"})
     batches = list_micro_batches(automatic, work.batch.micro * work.batch.accumulation, full)
@@ -78,7 +79,7 @@ def advise_faster_layout(
             for recompute in (False, True)
             if candidate.here and not candidate.why_not
         ]
-        other = choose_layout(compare_layouts(packed, filled, layouts, lambda _: batches))
+        other = choose_layout(replace(search, work=packed, lengths=filled, batches=lambda _: batches).compare(layouts))
         if other:
             recompute = "checkpointing" if other.layout.activation_checkpointing else "no checkpointing"
             remark = f"{other.name}, micro-batches of {other.cost.batch.micro}, {recompute}"

@@ -165,14 +165,14 @@ def plan_finished_run(
             f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}", "no-such-dtype"
         )
     plans = [
-        make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind), None)
+        make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind))
         for kind in (*base_dtypes, None)
     ]
     trials = [folder for folder in list_trials(run_folder) if "run" in read_manifest(folder)]
     if not trials:
         return plans[-1]
     loaded = [load_finished_run(folder, eval_data=eval_data, ranks=ranks) for folder in trials]
-    return replace(plans[-1], trials=tuple(make_plan(trial, None, compare=False) for trial in loaded))
+    return replace(plans[-1], trials=tuple(make_plan(trial, compare=False) for trial in loaded))
 
 
 def load_finished_run(

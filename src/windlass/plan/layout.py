@@ -1,8 +1,10 @@
 """How a run is spread over ranks: the layouts, their sizes, and what rules them out."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import isqrt
+from types import MappingProxyType
+from typing import Any, Final
 
 from windlass.errors import Problem, raise_all
 from windlass.runfile import Lora, RunFile
@@ -18,6 +20,7 @@ LAYOUTS = {
 }
 # Elementwise optimizers: they update a shard of a tensor exactly as they would in the full tensor.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 # Contradictory pairs of name and reshard_after_forward, and the layout that the latter implies.
 CONTRADICTIONS = {
     ("no-reshard", True): "full-shard",
@@ -28,20 +31,21 @@ CONTRADICTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A run's layout: shard x replicate = ranks. `expert_parallel`, the ranks that split experts, divides `shard`."""
+    """A run's layout, as requested or as decided. A request may leave keys OPEN; of a decided one shard x replicate =
+    ranks, and `expert_parallel`, the ranks that split experts, divides `shard`."""
 
-    name: str  # one of LAYOUTS
-    reason: str  # why this layout: chosen, set by run.yaml:40, set by fsdp.yaml …
+    name: str  # one of LAYOUTS; of a request also auto, of a script's run `script`
+    reason: str  # why this layout: chosen, set by run.yaml:40, set by fsdp.yaml …; of a request the key that names it
     nodes: int
     gpus_per_node: int
     shard: int  # ranks that the dense weights are split over (transformers' fsdp_size)
     replicate: int = 1  # replicas of the dense weights (dp_replicate_size)
     expert_parallel: int = 1  # ep_size: experts stay on their rank, tokens are sent
     context_parallel: int = 1  # consecutive ranks that the tokens of each row are split over
-    reshard_after_forward: bool = True
-    offload: bool = False  # the frozen base is stored in host memory; the adapter and its states stay on the GPU
-    activation_checkpointing: bool = False
-    offload_activations: bool = False  # inputs of recomputed layers are stored in host memory
+    reshard_after_forward: bool | None = True
+    offload: bool | None = False  # the frozen base is stored in host memory; the adapter and its states on the GPU
+    activation_checkpointing: bool | None = False
+    offload_activations: bool | None = False  # inputs of recomputed layers are stored in host memory
     precision: str = "bf16"  # bf16 or no: the dtype that compute runs in
     base_dtype: str = "bf16"  # fp8, mxfp4: as published; nf4: as published or made at load
 
@@ -72,37 +76,17 @@ class Layout:
     @property
     def readers(self) -> int:
         """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
-        return self.ranks // self.context_parallel
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutRequest:
-    """The layout settings of the user. None: not set, so it is derived."""
-
-    name: str  # auto, or one of LAYOUTS
-    where: str  # the setting that gave the name
-    nodes: int
-    gpus_per_node: int
-    shard: int | None = None
-    replicate: int | None = None
-    expert_parallel: int | None = None
-    context_parallel: int | None = None
-    reshard_after_forward: bool | None = None
-    offload: bool | None = None  # False: no layout may offload
-    activation_checkpointing: bool | None = None
-    offload_activations: bool | None = None
-    precision: str = "bf16"
-    base_dtype: str | None = None  # bf16, fp8, nf4 or mxfp4
-    barred: Mapping[str, str] = field(default_factory=dict)  # layouts that the rest of the run rules out, and why
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def readers(self) -> int:
-        """Return the ranks, or groups of ranks that split rows, that read rows of their own."""
         return self.ranks // (self.context_parallel or 1)
+
+
+# What a request has for a key that is not set: it is derived, or chosen.
+OPEN: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(("shard", "replicate", "expert_parallel", "context_parallel"), 0),
+        **dict.fromkeys(("reshard_after_forward", "offload", "activation_checkpointing", "offload_activations")),
+        "base_dtype": "",
+    }
+)
 
 
 def why_weights_needed(lora: Lora) -> str:
@@ -134,57 +118,60 @@ def rule_out_layouts(run: RunFile, experts_adapted: bool, base_trained: bool) ->
     return {}
 
 
-def resolve_layout(request: LayoutRequest, experts: int) -> Layout:
-    """Build the Layout that a request names; derive and check its sizes. `experts`: routed experts per layer."""
+def resolve_layout(request: Layout, experts: int) -> Layout:
+    """Derive and check what a request that names a layout leaves open. `experts`: routed experts per layer."""
     name = request.name
     # Sizes that aren't set are derived so that their product is the number of ranks.
     replicate = request.replicate or {"hybrid": request.nodes, "resident": request.ranks}.get(name, 1)
     if request.shard and not request.replicate and request.ranks % request.shard == 0:
         replicate = request.ranks // request.shard
     shard = request.shard or max(1, request.ranks // replicate)
-    expert_parallel = 1
-    if name == "expert-parallel":
-        expert_parallel = request.expert_parallel or shard
     reshard = request.reshard_after_forward
-    if reshard is None:
-        reshard = name not in ("no-reshard", "resident")
-    layout = Layout(
-        name=name,
-        reason=f"set by {request.where}",
-        nodes=request.nodes,
-        gpus_per_node=request.gpus_per_node,
+    layout = replace(
+        request,
+        reason=f"set by {request.reason}",
         shard=shard,
         replicate=replicate,
-        expert_parallel=expert_parallel,
+        expert_parallel=(request.expert_parallel or shard) if name == "expert-parallel" else 1,
         context_parallel=request.context_parallel or 1,
-        reshard_after_forward=reshard,
+        reshard_after_forward=name not in ("no-reshard", "resident") if reshard is None else reshard,
         offload=bool(request.offload),
         activation_checkpointing=bool(request.activation_checkpointing),
         offload_activations=bool(request.offload_activations),
-        precision=request.precision,
         base_dtype=request.base_dtype or "bf16",
     )
     contradictions = _find_contradictions(request, layout, experts)
-    raise_all([Problem(text, request.where, hint, code) for code, text, hint in contradictions])
+    raise_all([Problem(text, request.reason, hint, code) for code, text, hint in contradictions])
     return layout
 
 
-def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -> Iterator[tuple[str, str, str]]:
+def list_keys(layout: Layout) -> dict[str, Any]:
+    """Return the keys of `layout` in a run file with which it has this layout."""
+    keys: dict[str, Any] = {"name": layout.name}
+    if layout.name == "expert-parallel":
+        keys["expert_parallel"] = layout.expert_parallel
+        if layout.replicate > 1:
+            keys |= {"shard": layout.shard, "replicate": layout.replicate}
+    if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
+        keys["reshard_after_forward"] = False
+    keys["base_dtype"] = layout.base_dtype
+    if layout.offload:
+        keys["offload"] = True
+    if layout.context_parallel > 1:
+        keys["context_parallel"] = layout.context_parallel
+    return keys
+
+
+def _find_contradictions(request: Layout, layout: Layout, experts: int) -> Iterator[tuple[str, str, str]]:
     """Yield a code for what is wrong with a requested layout, a sentence, and a hint."""
     name = layout.name
     shard = layout.shard
     replicate = layout.replicate
-    if name in request.barred and request.ranks > 1:
-        others = [other for other in LAYOUTS if other not in request.barred]
-        yield "barred-layout", request.barred[name], f"layout may be {', '.join(others)}"
     reshard = request.reshard_after_forward
     if reshard is not None and (name, reshard) in CONTRADICTIONS:
         text = f"layout {name} with reshard_after_forward {str(reshard).lower()}"
-        yield (
-            "reshard-contradicts-layout",
-            text,
-            f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}",
-        )
+        hint = f"leave reshard_after_forward out, or take {CONTRADICTIONS[name, reshard]}"
+        yield "reshard-contradicts-layout", text, hint
     if shard * replicate != layout.ranks:
         text = f"shard {shard} x replicate {replicate} = {shard * replicate}, not the number of ranks, {layout.ranks}"
         yield "sizes-unlike-ranks", text, "leave one of the two out: it is derived"
@@ -199,16 +186,15 @@ def _find_contradictions(request: LayoutRequest, layout: Layout, experts: int) -
         yield "resident-sharded", f"resident with shard {shard}", "leave layout.shard out"
     if name == "resident" and request.offload:
         yield "resident-offloaded", "resident with offload: nothing would be resident", "write layout: full-shard"
-    if name != "expert-parallel" and (request.expert_parallel or 1) > 1:
+    if name != "expert-parallel" and request.expert_parallel > 1:
         text = f"expert_parallel {request.expert_parallel} with layout {name}"
         yield "experts-split-in-layout", text, "write layout: {name: expert-parallel, …}"
     if name == "expert-parallel":
         why_not = why_not_expert_parallel(experts, layout.expert_parallel, shard)
         possible = [size for size in list_divisors(shard) if not why_not_expert_parallel(experts, size, shard)]
-        if why_not and possible:
-            yield "experts-not-divisible", why_not, f"expert_parallel may be {', '.join(map(str, possible))}"
-        elif why_not:
-            yield "experts-not-divisible", why_not, "take another layout"
+        hint = f"expert_parallel may be {', '.join(map(str, possible))}" if possible else "take another layout"
+        if why_not:
+            yield "experts-not-divisible", why_not, hint
 
 
 def list_divisors(number: int) -> list[int]:

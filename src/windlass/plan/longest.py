@@ -45,10 +45,10 @@ class LongestRow:
 
 def find_longest_rows(plan: Plan) -> list[LongestRow]:
     """Return the longest row of each possible layout, the longest first."""
-    layouts, _ = list_layouts(plan.request, plan.search.experts, plan.search.kept_dtype)
+    layouts = list_layouts(plan.request, plan.search.experts, plan.search.kept_dtype)
     rows = []
     for name, layout in layouts:
-        is_barred = layout.ranks > 1 and layout.name in plan.request.barred
+        is_barred = layout.ranks > 1 and layout.name in plan.search.barred
         is_barred = is_barred or find_lacking(layout.needs, plan.search.work.versions) is not None
         can_shard = plan.search.shards or layout.shard == 1
         if layout.nodes == plan.layout.nodes and can_shard and not is_barred:

@@ -8,18 +8,17 @@ from windlass.errors import raise_all
 from windlass.model import Base, find_base
 from windlass.model.saved_adapter import continue_adapter
 from windlass.model.targets import resolve_adapter
-from windlass.plan.accelerate import AccelerateFile
 from windlass.plan.advice import advise_faster_layout, find_cautions
 from windlass.plan.cost import Workload, estimate_cost, read_shape
-from windlass.plan.layout import AUTO, LAYOUTS, Layout
+from windlass.plan.layout import AUTO, LAYOUTS, Layout, rule_out_layouts
 from windlass.plan.machine import find_machine
 from windlass.plan.padding import RowLengths
 from windlass.plan.plan import Plan
-from windlass.plan.request import apply_overrides, read_request
+from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
 from windlass.plan.rows import DataSample, sample_data
 from windlass.plan.schedule import make_schedule
-from windlass.plan.search import Search, choose_fitting, divide_batch
+from windlass.plan.search import Search, choose_fitting, divide_batch, list_impossible
 from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
 from windlass.plan.step_time import ONE_BY_ONE
 from windlass.plan.sweep import plan_sweep
@@ -33,7 +32,6 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def make_plan(
     loaded: Loaded,
-    accelerate: AccelerateFile | None = None,
     *,
     base: Base | None = None,
     sample: DataSample | None = None,
@@ -46,7 +44,7 @@ def make_plan(
     find out what would make it faster. `is_here`: it is trained by the libraries of this process.
     """
     if loaded.trials:
-        return plan_sweep(loaded, partial(make_plan, accelerate=accelerate, is_here=is_here), base, compare=compare)
+        return plan_sweep(loaded, partial(make_plan, is_here=is_here), base, compare=compare)
 
     # 1. The model and the adapter, from headers alone.
     where = loaded.where
@@ -55,16 +53,10 @@ def make_plan(
     loaded = replace(loaded, run=run)
     adapter = resolve_adapter(run.lora, base, where)
 
-    # 2. The layout that the files request, and the settings that they leave open.
-    accelerate = apply_overrides(accelerate, loaded) if accelerate else None
-    request = read_request(
-        loaded,
-        base.family,
-        accelerate,
-        experts_adapted=bool(adapter.target_parameters),
-        base_trained=bool(adapter.in_full or adapter.biases),
-    )
-    raise_all([*check_expert_settings(run.train, base, where), *check_split_rows(request, loaded, base, accelerate)])
+    # 2. The layout that the file requests, and the settings that it leaves open.
+    request = read_request(loaded)
+    barred = rule_out_layouts(run, bool(adapter.target_parameters), bool(adapter.in_full or adapter.biases))
+    raise_all([*check_expert_settings(run.train, base, where), *check_split_rows(request, loaded, base)])
     sample = sample or sample_data(loaded.run.data, base.path, where)
     raise_all(check_rows(sample))
     run, chosen = resolve_auto(loaded, base, request.readers, request.precision, sample)
@@ -72,11 +64,10 @@ def make_plan(
     raise_all(check_family(run, base, where))
 
     # 3. The machine, and whether it, the model and the adapter allow what is requested.
-    sizes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}  # an Accelerate file may set them too
-    machine = find_machine(run.cluster.model_copy(update=sizes), where)
+    machine = find_machine(run.cluster, where)
     on_cpu = machine.gpu.name == "cpu"
     dtypes = find_base_dtypes(run, base)
-    raise_all([*check_request(request, accelerate, run, base, dtypes, machine.gpu.name, where)])
+    raise_all([*check_request(request, barred, run, base, dtypes, machine.gpu.name, where)])
     if on_cpu or run.lora.trains_base:
         request = replace(request, offload=False)
 
@@ -104,7 +95,7 @@ def make_plan(
         splits=list_splits(request, loaded, base),
         evaluated=run.train.per_device_eval_batch_size if run.train.eval_strategy != "no" else 0,
         of_narrow_pairs=run.objective.of_pairs and run.in_16_bits,
-        barred=frozenset(request.barred if base.family.shards else LAYOUTS) - {"resident"},
+        barred=frozenset(barred if base.family.shards else LAYOUTS) - {"resident"},
         trains_base=run.lora.trains_base,
         keeps=bool(run.data.keep),
         versions=read_versions(TESTED) if is_here else {},
@@ -119,13 +110,14 @@ def make_plan(
         kept_dtype="" if dtypes.why_not_kept else dtypes.published,
         shards=base.family.shards,
         other_nodes=compare and run.cluster.network is not None,
+        barred=barred,
     )
-    choice = choose_fitting(search, request, where("layout"))
+    best, contenders = choose_fitting(search, request, where("layout"))
 
     # 6. What follows from these: the schedule, the cost, and what to tell the user.
     are_set = {"batch_is_set": batch_is_set, "layout_is_set": request.name != AUTO}
-    layout = choice.best.layout
-    work = replace(work, batch=choice.best.cost.batch, layout=layout)
+    layout = best.layout
+    work = replace(work, batch=best.cost.batch, layout=layout)
     plan = Plan(
         loaded=loaded,
         base=base,
@@ -134,20 +126,20 @@ def make_plan(
         layout=layout,
         schedule=make_schedule(run.train, work.batch, layout.readers, adapter, counts),
         cost=estimate_cost(work, lengths),
-        contenders=choice.contenders,
-        impossible=choice.impossible,
+        contenders=contenders,
+        impossible=list_impossible(request, search.experts),
         counts=counts,
         evaluated=counts.evaluated if work.evaluated else 0,
         kept=counts.kept if work.evaluated else 0,
-        tried=() if batch_is_set else choice.best.tried,
-        advice=advise_faster_layout(work, lengths, choice.contenders, run, **are_set) if compare else (),
+        tried=() if batch_is_set else best.tried,
+        advice=advise_faster_layout(work, search, contenders, run, **are_set) if compare else (),
         warnings=(),
         notes=(),
         search=search,
         request=request,
         chosen=(continued, *chosen) if continued else chosen,
     )
-    notes = (*_list_notes(plan, accelerate), *counts.notes)
+    notes = (*_list_notes(plan), *counts.notes)
     return replace(plan, warnings=tuple(find_cautions(plan, sample.problems, work.shape)), notes=notes)
 
 
@@ -159,8 +151,8 @@ def _name_twice_rounded(plan: Plan) -> str:
     return f"the grouped product of experts on {plan.machine.gpu.name}" if grouped else ""
 
 
-def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
-    """Yield notes about the files, the model and the choices made."""
+def _list_notes(plan: Plan) -> Iterator[str]:
+    """Yield notes about the run file, the model and the choices made."""
     base = plan.base
     yield from (f"not set, chosen: {choice}" for choice in plan.chosen)
     if plan.run.train.compile:
@@ -174,7 +166,6 @@ def _list_notes(plan: Plan, accelerate: AccelerateFile | None) -> Iterator[str]:
     if layer:
         yield f"{layer} rounds its sum twice in training, as PEFT does: bfloat16 swallows part of a small adapter"
     yield from plan.loaded.notes
-    yield from accelerate.notes if accelerate else ()
     yield from base.notes
     yield from plan.adapter.notes
     yield from plan.machine.notes

@@ -323,7 +323,7 @@ def _kept_bytes(work: Workload, t: Tokens) -> tuple[float, str]:
 
 def inputs_on_host(work: Workload) -> bool:
     """Return whether inputs of recomputed layers leave the device. On a CPU they are copied within its memory."""
-    return work.layout.offload_activations and not work.on_cpu
+    return bool(work.layout.offload_activations) and not work.on_cpu
 
 
 def input_bytes(work: Workload) -> int:

@@ -16,10 +16,10 @@ from windlass.hardware import GIB, Machine
 from windlass.model import Base
 from windlass.model.targets import Adapter
 from windlass.plan.cost import BatchSize, Cost
-from windlass.plan.layout import Layout, LayoutRequest
+from windlass.plan.layout import Layout
 from windlass.plan.rows import Counts
 from windlass.plan.schedule import Schedule, make_schedule
-from windlass.plan.search import Candidate, Search
+from windlass.plan.search import Candidate, Contenders, Search
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.together import Group
 from windlass.runfile import Loaded, RunFile
@@ -61,7 +61,7 @@ class Plan:
     layout: Layout
     schedule: Schedule
     cost: Cost
-    contenders: tuple[Candidate, ...]
+    contenders: Contenders
     impossible: Mapping[str, str]  # impossible layouts, and why
     counts: Counts
     evaluated: int | None  # sequences of an evaluation; None: unknown
@@ -71,7 +71,7 @@ class Plan:
     warnings: tuple[Caution, ...]  # settings that are probably not intended
     notes: tuple[str, ...]
     search: Search = field(repr=False)  # what the layout was chosen by
-    request: LayoutRequest
+    request: Layout
     chosen: tuple[str, ...] = ()  # choices for settings that the run file leaves open
     trials: tuple[Plan, ...] = ()  # of a sweep, whose plan is otherwise that of its largest trial
     groups: tuple[Group, ...] = ()  # of a sweep: its trials, those that train together side by side

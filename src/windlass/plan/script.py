@@ -1,6 +1,6 @@
 """The plan of a run of `kind: script`: how and where it is started. Its memory and time are unknown beforehand."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from windlass import __version__
 from windlass.errors import UserError, Where
 from windlass.files import write_json
 from windlass.hardware import Machine
-from windlass.plan.accelerate import AccelerateFile
+from windlass.plan.layout import OPEN, Layout
 from windlass.plan.machine import find_machine
 from windlass.plan.make import make_plan
 from windlass.plan.plan import Plan
@@ -19,25 +19,12 @@ UNKNOWN = "a script's memory and time are not known before it runs: `windlass re
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrid:
-    """The ranks on each node; the script decides how they work together."""
-
-    nodes: int
-    gpus_per_node: int
-    name: str = "script"
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-
-@dataclass(frozen=True, slots=True)
 class ScriptPlan:
     """The plan of a script's run, as far as it is known before a GPU is reserved."""
 
     loaded: LoadedScript
     machine: Machine
-    layout: RankGrid
+    layout: Layout  # the script decides how its ranks work together
     notes: tuple[str, ...]
 
     @property
@@ -69,7 +56,7 @@ class ScriptPlan:
             "kind": "script",
             "script": {"path": script.path, "module": script.module, "args": script.args, "command": self.command},
             "memory": {"gpu_gib": None, "host_gib": None, "gpu_memory_gib": gpu_gib, "fits": None, "remedy": ""},
-            "layout": {**asdict(self.layout), "ranks": self.layout.ranks},
+            "layout": {key: getattr(self.layout, key) for key in ("nodes", "gpus_per_node", "name", "ranks")},
             "estimate": {"step_seconds": None, "hours": None, "gpu_hours": None},
             "notes": list(self.notes),
         }
@@ -78,19 +65,17 @@ class ScriptPlan:
 AnyPlan = Plan | ScriptPlan
 
 
-def make_any_plan(
-    loaded: Loaded | LoadedScript, accelerate: AccelerateFile | None = None, *, is_here: bool = False
-) -> AnyPlan:
+def make_any_plan(loaded: Loaded | LoadedScript, *, is_here: bool = False) -> AnyPlan:
     """Plan a run file of any kind. `is_here`: it is trained by the libraries of this process."""
     if isinstance(loaded, Loaded):
-        return make_plan(loaded, accelerate, is_here=is_here)
-    refuse_accelerate(accelerate.path if accelerate else None)
+        return make_plan(loaded, is_here=is_here)
     # cluster.nodes x cluster.gpus_per_node ranks; if neither is set, layout.ranks on one machine.
     cluster = loaded.run.cluster
     ranks = loaded.run.layout.ranks
-    layout = RankGrid(*cluster.size)
+    nodes, gpus_per_node = cluster.size
     if ranks is not None and cluster.nodes == "auto" and cluster.gpus_per_node == "auto":
-        layout = RankGrid(1, ranks)
+        gpus_per_node = ranks
+    layout = Layout("script", "", nodes, gpus_per_node, **OPEN)
     machine = find_machine(cluster.model_copy(update={"gpus_per_node": layout.gpus_per_node}), loaded.where)
     notes = [*loaded.notes, *machine.notes]
     path = loaded.run.script.path
@@ -98,12 +83,6 @@ def make_any_plan(
         problem = f"{path} is a folder" if Path(path).is_dir() else f"there is no {path} here"
         notes.append(f"{problem}: it must be there when the run starts")
     return ScriptPlan(loaded, machine, layout, (*notes, UNKNOWN))
-
-
-def refuse_accelerate(file: Path | None) -> None:
-    if file is not None:
-        what = "sets how a language model is sharded, but this run is of kind: script"
-        raise UserError(what, str(file), "leave --accelerate out: a script shards by itself", "not-for-scripts")
 
 
 def write_plan(plan: AnyPlan, out: Path | None) -> Path | None:

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import NamedTuple
 
 from windlass.errors import UserError, is_written
 from windlass.observe.format import format_plural
 from windlass.plan.cost import HEADROOM, BatchSize, Cost, Workload, estimate_cost
-from windlass.plan.layout import AUTO, Layout, LayoutRequest, list_divisors, resolve_layout, why_not_expert_parallel
+from windlass.plan.layout import (
+    AUTO,
+    MAY_GATHER_ONCE,
+    OPEN,
+    Layout,
+    list_divisors,
+    list_keys,
+    resolve_layout,
+    why_not_expert_parallel,
+)
 from windlass.plan.padding import RowLengths
 from windlass.runfile import Loaded, Train
+from windlass.runfile.reference import format_value
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
 from windlass.versions import find_lacking
 
 # Layouts whose best cases are within this factor count as equal; the one with the least to overlap with compute wins.
 EQUAL = 1.02
-MAY_GATHER_ONCE = ("hybrid", "expert-parallel")  # they gather in each pass, or once for all micro-batches of a step
 GATHERED_ONCE = "gathered once"
 SPLIT = "context_parallel"
 # Keys of `layout` that rule layouts out if `layout.name` is not set.
 FREE_KEYS = ("shard", "replicate", "expert_parallel", "reshard_after_forward", "offload")
 
 NamedLayout = tuple[str, Layout]  # a title, such as "full-shard, parameters offloaded", and its layout
+Contenders = tuple["Candidate", ...]
 BatchesOf = Callable[[int], tuple[BatchSize, ...]]  # number of readers -> the ways to split an optimizer step over them
 
 
@@ -43,6 +51,9 @@ class Candidate:
     def seconds(self) -> float:
         return self.cost.step_seconds
 
+    def with_reason(self, reason: str) -> Candidate:
+        return replace(self, layout=replace(self.layout, reason=reason))
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
@@ -55,28 +66,32 @@ class Search:
     kept_dtype: str  # the checkpoint's quantized dtype, if the base can stay in it
     shards: bool  # the model can be sharded
     other_nodes: bool  # compare other numbers of nodes too: there is a network between them
+    barred: Mapping[str, str]  # layouts that the rest of the run rules out on several ranks, and why
 
-    def compare(self, layouts: Sequence[NamedLayout], barred: Mapping[str, str] | None = None) -> tuple[Candidate, ...]:
-        able = [(name, layout) for name, layout in layouts if self.shards or layout.shard == 1]
-        return compare_layouts(self.work, self.lengths, able, self.batches, barred)
+    def compare(self, layouts: Iterable[NamedLayout]) -> Contenders:
+        """Return every possible layout with its best micro-batch, best first."""
+        candidates = []
+        for name, layout in layouts:
+            is_here = layout.nodes == self.work.layout.nodes
+            why_not = self.barred.get(layout.name, "") if layout.ranks > 1 else ""
+            if not why_not and (lacking := find_lacking(layout.needs, self.work.versions)):
+                why_not, _ = lacking
+            if (self.shards or layout.shard == 1) and (is_here or not why_not):
+                best, tried = try_batches(self.work, layout, self.lengths, self.batches(layout.readers))
+                candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
+
+        def sort_key(c: Candidate) -> tuple[bool, bool, float]:
+            """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
+            return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
+
+        return tuple(sorted(candidates, key=sort_key))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A run's layout with its micro-batch, and those that it was compared with."""
-
-    best: Candidate
-    contenders: tuple[Candidate, ...]
-    impossible: Mapping[str, str]  # impossible layouts, and why
-
-    def with_reason(self, reason: str) -> Choice:
-        return replace(self, best=replace(self.best, layout=replace(self.best.layout, reason=reason)))
-
-
-def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice:
-    """Choose the layout that is requested, or the best. What no key sets is tried only if nothing fits otherwise:
-    activations recomputed, then also layer inputs in host memory, then also rows split over GPUs, if a micro-batch of
-    one row is too large. `place`: where the run file sets the layout, for errors."""
+def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candidate, Contenders]:
+    """Choose the layout that is requested, or the best; return also what it was compared with. What no key sets is
+    tried only if nothing fits otherwise: activations recomputed, then also layer inputs in host memory, then also rows
+    split over GPUs, if a micro-batch of one row is too large. `place`: where the run file sets the layout, for errors.
+    """
     ways = [request]
     if request.activation_checkpointing is None:
         ways.append(replace(request, activation_checkpointing=True))
@@ -85,21 +100,21 @@ def choose_fitting(search: Search, request: LayoutRequest, place: str) -> Choice
     choices = []
     for way in ways:
         choices.append(choose(search, way, place))
-        if choices[-1].best.cost.fits:
-            return _explain_way(choices[-1], request, way)
-    first = choices[0]
-    one_row = first.best.cost.batch.micro == 1
-    if not one_row or request.context_parallel or not search.work.splits:
-        return first
+        best, contenders = choices[-1]
+        if best.cost.fits:
+            return _explain_way(best, request, way), contenders
+    first, contenders = choices[0]
+    if first.cost.batch.micro > 1 or request.context_parallel or not search.work.splits:
+        return first, contenders
     for way in [way for way in ways if way.activation_checkpointing == ways[-1].activation_checkpointing]:
-        split = choose(search, way, place, search.work.splits)
-        if split.best.cost.fits:
-            parts = f"rows are split over {split.best.layout.context_parallel} GPUs"
-            return _explain_way(split, request, way, parts)
-    return replace(first, contenders=split.contenders)
+        best, contenders = choose(search, way, place, search.work.splits)
+        if best.cost.fits:
+            parts = f"rows are split over {best.layout.context_parallel} GPUs"
+            return _explain_way(best, request, way, parts), contenders
+    return first, contenders
 
 
-def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, split: str = "") -> Choice:
+def _explain_way(best: Candidate, request: Layout, way: Layout, split: str = "") -> Candidate:
     """Add to the layout's reason what the request leaves open and the run needs in order to fit."""
     words = [split] if split else []
     if way.activation_checkpointing and not request.activation_checkpointing and not split:
@@ -107,13 +122,14 @@ def _explain_way(choice: Choice, request: LayoutRequest, way: LayoutRequest, spl
     if way.offload_activations and not request.offload_activations:
         words.append("layer inputs are in host memory")
     if not words:
-        return choice
-    return choice.with_reason(f"{choice.best.layout.reason}; {' and '.join(words)}, it doesn't fit without")
+        return best
+    return best.with_reason(f"{best.layout.reason}; {' and '.join(words)}, it doesn't fit without")
 
 
-def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[int] = ()) -> Choice:
-    """Choose the layout that is requested, or the best. `splits`: compare these numbers of GPUs to split rows over."""
-    layouts, impossible = list_layouts(request, search.experts, search.kept_dtype)
+def choose(search: Search, request: Layout, place: str, splits: Sequence[int] = ()) -> tuple[Candidate, Contenders]:
+    """Choose the layout that is requested, or the best; return also what it was compared with. `splits`: compare these
+    numbers of GPUs to split rows over."""
+    layouts = list_layouts(request, search.experts, search.kept_dtype)
     if not search.other_nodes:
         layouts = [(name, layout) for name, layout in layouts if layout.nodes == request.nodes]
     layouts += [
@@ -122,7 +138,7 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
         for title, layout in layouts
         if layout.nodes == request.nodes
     ]
-    contenders = search.compare(layouts, request.barred)
+    contenders = search.compare(layouts)
     if any(c.here and c.cost.fits for c in contenders):  # then those that don't fit in spite of split rows say nothing
         contenders = tuple(c for c in contenders if c.cost.fits or c.layout.context_parallel not in splits)
     if request.name == AUTO:
@@ -143,28 +159,25 @@ def choose(search: Search, request: LayoutRequest, place: str, splits: Sequence[
             text = f"{model} can't be sharded: it reads weights that FSDP2 would not have gathered"
             hint = "set layout.name: resident"
         raise UserError(text, place, hint, code)
-    choice = Choice(best, contenders, impossible)
     if request.name == AUTO:
-        return choice
-    reason = f"set by {request.where}"
-    if best.layout.base_dtype != "bf16" and request.base_dtype is None:
+        return best, contenders
+    reason = f"set by {request.reason}"
+    if best.layout.base_dtype != "bf16" and not request.base_dtype:
         reason += f"; the plan keeps the base in {search.kept_dtype.upper()} as published"
-    return choice.with_reason(reason)
+    return best.with_reason(reason), contenders
 
 
 # --- candidate layouts ------------------
 
 
-def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[list[NamedLayout], dict[str, str]]:
-    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many; and why others are
-    impossible here.
+def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
+    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many.
 
     `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is
     then also listed with the base as published, unless the run sets its dtype.
     """
-    free = replace(request, where="", barred={}, **dict.fromkeys(FREE_KEYS))  # type: ignore[arg-type]
+    free = _leave_open(request)
     layouts: list[NamedLayout] = []
-    impossible: dict[str, str] = {}
     for nodes in (request.nodes, *_list_other_nodes(request.nodes)):
         is_here = nodes == request.nodes
         for dtype in _list_dtypes(free, kept):
@@ -174,25 +187,36 @@ def list_layouts(request: LayoutRequest, experts: int, kept: str = "") -> tuple[
             suffix = IN_NAMES.get(dtype, "")
             if not is_here:
                 suffix += f", on {format_plural(nodes, 'node')}"
-            for variant in _list_variants(on_nodes, experts):
-                if variant.why_not:
-                    if is_here:
-                        impossible.setdefault(variant.title, variant.why_not)
-                elif is_here or not (variant.name == "no-reshard" or "offload" in variant.sizes):
-                    layouts += _resolve_variant(variant, on_nodes, experts, suffix)
+            for title, why_not, variant in _list_variants(on_nodes, experts):
+                if why_not or (not is_here and (variant.name == "no-reshard" or variant.offload)):
+                    continue
+                layout = replace(resolve_layout(variant, experts), reason="compared")
+                layouts.append((title + suffix, layout))
+                if variant.name in MAY_GATHER_ONCE:
+                    once = replace(layout, reshard_after_forward=False)
+                    layouts.append((f"{title}, {GATHERED_ONCE}{suffix}", once))
     # The run's keys apply to the layout that they name, but `offload: false` applies to all layouts.
     keys: Sequence[str] = ()
     if request.name == AUTO:
         keys = FREE_KEYS
     elif request.offload is False:
         keys = ("offload",)
-    wanted = {key: getattr(request, key) for key in keys if getattr(request, key) is not None}
-    agreeing = [
+    wanted = {key: getattr(request, key) for key in keys if getattr(request, key) != OPEN[key]}
+    return [
         (title, layout)
         for title, layout in layouts
         if all(getattr(layout, key) == value for key, value in wanted.items())
     ]
-    return agreeing, impossible
+
+
+def list_impossible(request: Layout, experts: int) -> dict[str, str]:
+    """Return the layouts that are impossible on the run's nodes, and why."""
+    variants = _list_variants(replace(_leave_open(request), base_dtype=request.base_dtype or "bf16"), experts)
+    return {title: why_not for title, why_not, _ in variants if why_not}
+
+
+def _leave_open(request: Layout) -> Layout:
+    return replace(request, reason="", **{key: OPEN[key] for key in FREE_KEYS})
 
 
 def _list_other_nodes(nodes: int) -> list[int]:
@@ -203,62 +227,49 @@ def _list_other_nodes(nodes: int) -> list[int]:
     return sorted(others - {nodes})
 
 
-def _resolve_variant(variant: Variant, request: LayoutRequest, experts: int, suffix: str) -> Iterator[NamedLayout]:
-    settings = replace(request, name=variant.name, **variant.sizes)  # type: ignore[arg-type]
-    layout = replace(resolve_layout(settings, experts), reason="compared")
-    yield variant.title + suffix, layout
-    if variant.name in MAY_GATHER_ONCE:
-        yield f"{variant.title}, {GATHERED_ONCE}{suffix}", replace(layout, reshard_after_forward=False)
-
-
-def list_named_layouts(request: LayoutRequest, experts: int, kept: str = "") -> list[NamedLayout]:
+def list_named_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
     """Return the layout that a request names, once for each dtype that the base may be stored in."""
     layouts = [resolve_layout(replace(request, base_dtype=dtype), experts) for dtype in _list_dtypes(request, kept)]
     return [(request.name + IN_NAMES.get(layout.base_dtype, ""), layout) for layout in layouts]
 
 
-def _list_dtypes(request: LayoutRequest, kept: str) -> list[str]:
+def _list_dtypes(request: Layout, kept: str) -> list[str]:
     """Return the base's possible dtypes. An offloaded base stays in the compute dtype: host memory is large enough."""
     if request.base_dtype:
         return [request.base_dtype]
     return ["bf16", kept] if kept and not request.offload else ["bf16"]
 
 
-class Variant(NamedTuple):
-    """A layout with some of its sizes set."""
-
-    title: str
-    name: str  # one of LAYOUTS
-    why_not: str  # why these ranks can't have it; empty if they can
-    sizes: Mapping[str, int | bool] = MappingProxyType({})
-
-
-def _list_variants(request: LayoutRequest, experts: int) -> Iterator[Variant]:
-    """Yield the variants of every layout; of expert-parallel, one for each number of ranks that can share experts."""
+def _list_variants(request: Layout, experts: int) -> Iterator[tuple[str, str, Layout]]:
+    """Yield every layout with its title, and why these ranks can't have it, empty if they can; expert-parallel for each
+    number of ranks that can share experts."""
     ranks = request.ranks
     nodes = request.nodes
     gpus = request.gpus_per_node
+    full, kept, hybrid, experts_split, resident = (
+        replace(request, name=name) for name in ("full-shard", "no-reshard", "hybrid", "expert-parallel", "resident")
+    )
     alone = "one GPU: there is nothing to shard over" if ranks == 1 else ""
-    yield Variant("full-shard", "full-shard", alone)
+    yield "full-shard", alone, full
     if request.base_dtype == "bf16":
-        yield Variant("full-shard, parameters offloaded", "full-shard", alone, {"offload": True})
-    yield Variant("no-reshard", "no-reshard", alone)
+        yield "full-shard, parameters offloaded", alone, replace(full, offload=True)
+    yield "no-reshard", alone, kept
     no_hybrid = ""
     if nodes == 1:
         no_hybrid = "one node: there is nothing to replicate across, it would be full-shard"
     elif gpus == 1:
         no_hybrid = "one GPU per node: there is nothing to shard over inside a node, it would be resident"
-    yield Variant("hybrid", "hybrid", no_hybrid)
+    yield "hybrid", no_hybrid, hybrid
     splits = [size for size in list_divisors(ranks) if 1 < size <= experts]
     if not splits:
-        yield Variant("expert-parallel", "expert-parallel", why_not_expert_parallel(experts, ranks, ranks))
+        yield "expert-parallel", why_not_expert_parallel(experts, ranks, ranks), experts_split
     for size in splits:
         why_not = why_not_expert_parallel(experts, size, ranks)
-        yield Variant(f"expert-parallel {size}", "expert-parallel", why_not, {"expert_parallel": size})
+        yield f"expert-parallel {size}", why_not, replace(experts_split, expert_parallel=size)
     if nodes > 1 and gpus > 1 and not why_not_expert_parallel(experts, gpus, gpus):
-        sizes = {"shard": gpus, "replicate": nodes, "expert_parallel": gpus}
-        yield Variant(f"expert-parallel {gpus}, replicated across nodes", "expert-parallel", "", sizes)
-    yield Variant("resident", "resident", "")
+        replicated = replace(experts_split, shard=gpus, replicate=nodes, expert_parallel=gpus)
+        yield f"expert-parallel {gpus}, replicated across nodes", "", replicated
+    yield "resident", "", resident
 
 
 # --- candidate micro-batches ------------------
@@ -300,35 +311,6 @@ def try_batches(
 
 
 # --- the best layout ------------------
-
-
-def compare_layouts(
-    work: Workload,
-    lengths: RowLengths,
-    layouts: Iterable[NamedLayout],
-    batches: BatchesOf,
-    barred: Mapping[str, str] | None = None,
-) -> tuple[Candidate, ...]:
-    """Return every layout with its best micro-batch, best first. `barred`: layouts that training cannot use on several
-    ranks, and why.
-    """
-    candidates = []
-    for name, layout in layouts:
-        is_here = layout.nodes == work.layout.nodes
-        why_not = ""
-        if barred and layout.ranks > 1:
-            why_not = barred.get(layout.name, "")
-        if not why_not and (lacking := find_lacking(layout.needs, work.versions)):
-            why_not, _ = lacking
-        if is_here or not why_not:
-            best, tried = try_batches(work, layout, lengths, batches(layout.readers))
-            candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
-
-    def sort_key(c: Candidate) -> tuple[bool, bool, float]:
-        """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
-        return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
-
-    return tuple(sorted(candidates, key=sort_key))
 
 
 def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
@@ -411,28 +393,17 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     """Return the overrides with which `windlass plan RUN` takes this row. `kept`: the checkpoint's quantized dtype."""
     layout = c.layout
     train = loaded.run.train
-    overrides = [f"layout={layout.name}"]  # a name alone replaces the whole section
-    if layout.name == "expert-parallel":
-        overrides.append(f"layout.expert_parallel={layout.expert_parallel}")
-        if layout.replicate > 1:
-            overrides += [f"layout.shard={layout.shard}", f"layout.replicate={layout.replicate}"]
-    if layout.name in MAY_GATHER_ONCE and not layout.reshard_after_forward:
-        overrides.append("layout.reshard_after_forward=false")
-    if kept or layout.base_dtype in FOUR_BITS:
-        overrides.append(f"layout.base_dtype={layout.base_dtype}")
-    if layout.offload:
-        overrides.append("layout.offload=true")
-    if layout.context_parallel > 1:
-        overrides.append(f"layout.context_parallel={layout.context_parallel}")
+    keys = list_keys(layout)
+    if not kept and layout.base_dtype not in FOUR_BITS:
+        del keys["base_dtype"]
+    overrides = [f"layout={keys.pop('name')}"]  # a name alone replaces the whole section
+    overrides += [f"layout.{key}={format_value(value)}" for key, value in keys.items()]
     if layout.offload_activations and train.offload_activations is not True:
         overrides.append("train.offload_activations=true")
     if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
-    nodes, gpus_per_node = loaded.run.cluster.size
-    if layout.nodes != nodes:
+    if layout.nodes != loaded.run.cluster.size[0]:
         overrides.append(f"cluster.nodes={layout.nodes}")
-    if layout.gpus_per_node != gpus_per_node:  # an Accelerate file may set it too
-        overrides.append(f"cluster.gpus_per_node={layout.gpus_per_node}")
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
         overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.readers}")

@@ -21,7 +21,7 @@ from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.plan import Advice, Caution, Plan
 from windlass.plan.rows import NO_DATA
 from windlass.plan.schedule import Schedule
-from windlass.plan.script import AnyPlan, RankGrid, ScriptPlan
+from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.plan.search import Candidate, drop_dominated, is_same_layout, list_overrides
 
 LINES = 15  # of the plan without options, at 80 columns
@@ -284,7 +284,7 @@ def _format_events(number: int | None, noun: str) -> str:
     return f"an unknown number of {noun}s" if number is None else format_plural(number, noun)
 
 
-def describe_machines(layout: Layout | RankGrid, machine: Machine) -> str:
+def describe_machines(layout: Layout, machine: Machine) -> str:
     """Describe nodes, GPUs and, if there are several, the links between them."""
     text = f"{format_plural(layout.nodes, 'node')} x {layout.gpus_per_node} {machine.gpu.name}"
     if layout.nodes > 1:

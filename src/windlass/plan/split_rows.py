@@ -6,11 +6,10 @@ causal attention is balanced, and keys and values of all pieces are gathered bef
 
 from collections.abc import Iterator
 
-from windlass.errors import Problem, is_written
+from windlass.errors import Problem
 from windlass.hardware import Gpu
 from windlass.model import Base
-from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.layout import LayoutRequest, list_divisors
+from windlass.plan.layout import Layout, list_divisors
 from windlass.runfile import Loaded, RunFile
 
 KEY = "layout.context_parallel"
@@ -32,17 +31,13 @@ def pad_to_pieces(tokens: int, split: int) -> int:
     return -(-tokens // pieces) * pieces
 
 
-def check_split_rows(
-    request: LayoutRequest, loaded: Loaded, base: Base, accelerate: AccelerateFile | None
-) -> list[Problem]:
+def check_split_rows(request: Layout, loaded: Loaded, base: Base) -> list[Problem]:
     """Return a problem for each setting that rows split over ranks don't work with."""
-    split = request.context_parallel or 1
-    if split == 1:
+    split = request.context_parallel
+    if split < 2:
         return []
     where = loaded.where
     place = where(KEY)
-    if accelerate and "context_parallel" in accelerate.settings and not is_written(where, KEY):
-        place = accelerate.settings["context_parallel"].where
     problems = [
         Problem(why_not, place, "leave layout.context_parallel out, or use another model", "not-splittable")
         for why_not in [why_not_split(base)]
@@ -64,7 +59,7 @@ def check_split_rows(
     return problems
 
 
-def list_splits(request: LayoutRequest, loaded: Loaded, base: Base) -> tuple[int, ...]:
+def list_splits(request: Layout, loaded: Loaded, base: Base) -> tuple[int, ...]:
     """Return the numbers of ranks that rows could be split over. Groups lie within a node, or have all of its GPUs."""
     if why_not_split(base) or any(_list_unsupported(loaded, base)):
         return ()

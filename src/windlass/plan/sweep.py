@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.model import Base, find_base
-from windlass.plan.layout import Layout
+from windlass.plan.layout import Layout, list_keys
 from windlass.plan.plan import Plan
 from windlass.plan.rows import DataSample, sample_data
 from windlass.plan.together import Member, group_trials
@@ -49,12 +49,11 @@ def plan_sweep(loaded: Loaded, make_plan: Callable[..., Plan], base: Base | None
         update={"output_dir": loaded.run.folder, "run_name": loaded.run.train.run_name}
     )
     run = largest.run.model_copy(update={"train": train, "sweep": loaded.run.sweep})
-    own = replace(loaded, run=run, notes=(*loaded.notes, *largest.loaded.notes))
     groups = group_trials([describe_member(plan) for plan in plans], loaded.run.sweep.together, where)
     plans = [
         replace(plan, groups=tuple(group for group in groups if _name(plan.loaded) in group.names)) for plan in plans
     ]
-    return replace(largest, loaded=own, trials=tuple(plans), groups=groups)
+    return replace(largest, loaded=replace(loaded, run=run), trials=tuple(plans), groups=groups)
 
 
 def describe_member(plan: Plan) -> Member:
@@ -97,15 +96,7 @@ def _name(trial: Loaded) -> str:
 
 def _set_layout(trial: Loaded, layout: Layout) -> Loaded:
     """Write a layout into a trial's run file, as far as the file leaves it open."""
-    keys: dict[str, Any] = {"name": layout.name, "base_dtype": layout.base_dtype}
-    if layout.name in ("expert-parallel", "hybrid"):
-        keys |= {"shard": layout.shard, "replicate": layout.replicate}
-    if layout.name == "expert-parallel":
-        keys["expert_parallel"] = layout.expert_parallel
-    if layout.name in ("expert-parallel", "hybrid") and not layout.reshard_after_forward:
-        keys["reshard_after_forward"] = False
-    if layout.offload:
-        keys["offload"] = True
+    keys = list_keys(layout)
     if trial.run.train.gradient_checkpointing == "auto":
         keys["activation_checkpointing"] = layout.activation_checkpointing
     section = trial.run.layout

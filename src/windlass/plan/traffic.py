@@ -143,7 +143,7 @@ def _list_keys(work: Workload) -> Iterator[Flow]:
     size = (split - 1) * work.tokens * gathered * work.width
     layers = len(work.shape.layers)
     formula = f"({split} - 1) x {work.tokens} tokens x {gathered} values of {layers} layers x {work.width} bytes"
-    forwards = 1 + layout.activation_checkpointing
+    forwards = 1 + bool(layout.activation_checkpointing)
     for kind, times in zip(KEYS, (forwards, 1), strict=True):
         fabric, _, seconds = _ring_seconds(work, "all-gather", size, split, calls=layers)
         yield Flow(kind, fabric.name, size, times * work.batch.accumulation, seconds, formula)

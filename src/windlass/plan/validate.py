@@ -1,14 +1,14 @@
 """Find settings that the model, the adapter or the machine does not support."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from windlass.data.select import find_no_rows
-from windlass.errors import Problem, Where, is_written
+from windlass.errors import Problem, Where
 from windlass.model import Base
+from windlass.model.family import Family
 from windlass.model.quantization import published_dtype, quantizable_names
-from windlass.plan.accelerate import AccelerateFile
-from windlass.plan.layout import ELEMENTWISE, LayoutRequest, why_not_codes
+from windlass.plan.layout import ELEMENTWISE, LAYOUTS, Layout, why_not_codes
 from windlass.plan.rows import DataSample
 from windlass.runfile import RunFile, Train
 from windlass.runfile.names import ATTENTION
@@ -37,10 +37,22 @@ def check_expert_settings(train: Train, base: Base, where: Where) -> list[Proble
     return problems
 
 
+def check_wrapped_layers(run: RunFile, family: Family, place: str) -> list[Problem]:
+    """Return a problem if the run file names layers to wrap that the model lacks."""
+    wrap = run.layout.wrap or []
+    classes = wrap.split(",") if isinstance(wrap, str) else wrap
+    lacking = [name for name in map(str.strip, classes) if name and name not in family.layers]
+    if not lacking:
+        return []
+    text = f"{family.causal_lm} has no layer class {', '.join(map(repr, lacking))}"
+    hint = f"write {family.layer}, or leave the key out: windlass knows the layer of each model family"
+    return [Problem(f"{text}; it is sharded by {family.layer!r}", place, hint, "no-such-layer")]
+
+
 def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
     """Return a problem for each setting of the run file that this model family does not support."""
     family = base.family
-    problems: list[Problem] = []
+    problems = check_wrapped_layers(run, family, where("layout.wrap"))
     if family.logits is not True:
         text = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
         if family.logits is None:
@@ -86,33 +98,22 @@ def find_base_dtypes(run: RunFile, base: Base) -> BaseDtypes:
 
 
 def check_request(
-    request: LayoutRequest,
-    accelerate: AccelerateFile | None,
-    run: RunFile,
-    base: Base,
-    dtypes: BaseDtypes,
-    gpu: str,
-    where: Where,
+    request: Layout, barred: Mapping[str, str], run: RunFile, base: Base, dtypes: BaseDtypes, gpu: str, where: Where
 ) -> Iterator[Problem]:
     """Yield a problem for each part of the requested layout that this GPU, model or adapter rules out."""
-    settings = accelerate.settings if accelerate else {}
+    if request.name in barred and request.ranks > 1:
+        others = [other for other in LAYOUTS if other not in barred]
+        hint = f"layout may be {', '.join(others)}"
+        yield Problem(barred[request.name], request.reason, hint, "barred-layout")
     if request.precision == "fp16":
         text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
         hint = "write train.bf16: true in its place (mixed_precision: bf16), which has float32's range"
         yield Problem(text, where("train.fp16"), hint, "float16")
-    cpu = settings.get("cpu")
-    if cpu and cpu.value and gpu != "cpu":
-        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
-        yield Problem(f"use_cpu: true, but the run is planned for {gpu}", cpu.where, hint, "cpu-for-gpu")
     if gpu == "cpu" and request.offload:
-        offload = settings.get("offload")
         text = "offload on a CPU: the base is stored in host memory already, and nothing would be moved"
-        place = offload.where if offload else where("layout.offload")
-        yield Problem(text, place, "leave it out, or write false", "offload-on-cpu")
+        yield Problem(text, where("layout.offload"), "leave it out, or write false", "offload-on-cpu")
     if request.offload_activations:
-        setting = settings.get("offload_activations")
-        key = "train.offload_activations"
-        place = where(key) if is_written(where, key) or not setting else setting.where
+        place = where("train.offload_activations")
         if request.activation_checkpointing is False:
             text = "offload_activations without activation checkpointing: it moves the inputs of recomputed layers"
             yield Problem(text, place, "set train.gradient_checkpointing: true", "nothing-to-offload")
@@ -137,8 +138,8 @@ def check_request(
         yield Problem(text, where(f"lora.{key}"), "leave it out, or set layout.offload: false", "offload-of-trained")
 
 
-def _check_base_dtype(dtype: str | None, run: RunFile, base: Base, dtypes: BaseDtypes, place: str) -> Iterator[Problem]:
-    if dtype in (None, "bf16"):
+def _check_base_dtype(dtype: str, run: RunFile, base: Base, dtypes: BaseDtypes, place: str) -> Iterator[Problem]:
+    if dtype in ("", "bf16"):
         return
     why_not = dtypes.why_not_kept if dtype == dtypes.published else dtypes.why_not_four_bits
     if dtype in PUBLISHED and dtype != dtypes.published:

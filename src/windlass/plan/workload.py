@@ -125,12 +125,12 @@ class Workload:
     @property
     def passes(self) -> int:
         """Return how often a micro-batch goes through the layers: forward, backward, and recomputation."""
-        return 2 + self.layout.activation_checkpointing
+        return 2 + bool(self.layout.activation_checkpointing)
 
     @property
     def expert_passes(self) -> int:
         """Return how often a micro-batch goes through the routed experts."""
-        return self.passes - (self.layout.activation_checkpointing and self.keeps_products)
+        return self.passes - bool(self.layout.activation_checkpointing and self.keeps_products)
 
     @property
     def width(self) -> int:

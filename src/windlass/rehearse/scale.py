@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from windlass.hardware import LocalMachine
 from windlass.model import Base
 from windlass.model.family import FAMILIES
 from windlass.model.shrink import shrink_config
-from windlass.plan.layout import list_divisors
+from windlass.plan.layout import Layout, list_divisors
 from windlass.runfile import LayoutSection, RunFile, Secret
 from windlass.runfile.rows import EvalSet, MixedSet, RowFormat
 
@@ -38,51 +38,36 @@ USUAL_DEVIATION = 0.02  # transformers' default, if config.json has none
 USUAL_HIDDEN = 4096  # the width that it fits
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """shard x replicate = ranks; `expert_parallel` divides `shard`, `context_parallel` divides the ranks."""
-
-    shard: int
-    replicate: int
-    expert_parallel: int
-    context_parallel: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.shard * self.replicate
-
-    @property
-    def readers(self) -> int:
-        return self.ranks // self.context_parallel
-
-
-def scale_ranks(layout: Mapping[str, Any], here: LocalMachine) -> tuple[Sharding, int, str]:
-    """Return the run's own ranks if this machine can run them, else as many of the same kind as it can; the nodes,
-    all played by this machine; and the reason."""
-    own = Sharding(layout["shard"], layout["replicate"], layout["expert_parallel"], layout["context_parallel"])
+def scale_ranks(layout: Layout, here: LocalMachine) -> tuple[Layout, str]:
+    """Return the run's layout if this machine can run its ranks, else one of the same kind on as many as it can; and
+    the reason. This machine plays all nodes."""
     most = max(1, min(max(FEW_RANKS, here.cpus), int(here.memory_gib / RANK_GIB)))
-    if own.ranks <= most:
-        return own, _choose_nodes(layout, own), ""
+    if layout.ranks <= most:
+        return layout, ""
     # The fewest ranks that still shard, replicate and split experts as the run does.
-    parallel = min(own.expert_parallel, 2)
-    shard = 1 if own.shard == 1 else 2 if own.expert_parallel in (1, own.shard) else 2 * parallel
-    replicate = min(own.replicate, 2)
+    parallel = min(layout.expert_parallel, 2)
+    shard = 1 if layout.shard == 1 else 2 if layout.expert_parallel in (1, layout.shard) else 2 * parallel
+    replicate = min(layout.replicate, 2)
     # The remaining capacity goes to dimensions in which the run is larger.
     rest = max(1, most // (shard * replicate))
-    if own.shard > shard:
-        shard = min(own.shard, shard * rest)
+    if layout.shard > shard:
+        shard = min(layout.shard, shard * rest)
     else:
-        replicate = min(own.replicate, replicate * rest)
-    most = shard * replicate // min(own.readers, 2)  # several groups, if the run has several
-    split = max(n for n in list_divisors(shard * replicate) if n <= max(1, min(own.context_parallel, most)))
-    scaled = Sharding(shard, replicate, shard if own.expert_parallel == own.shard > 1 else parallel, split)
-    why = f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {scaled.ranks} of its kind"
-    return scaled, _choose_nodes(layout, scaled), why
-
-
-def _choose_nodes(layout: Mapping[str, Any], spread: Sharding) -> int:
-    """Return as many nodes as the run has, or fewer, so that all have equally many ranks."""
-    return next(n for n in range(min(layout["nodes"], spread.ranks), 0, -1) if spread.ranks % n == 0)
+        replicate = min(layout.replicate, replicate * rest)
+    ranks = shard * replicate
+    most = ranks // min(layout.readers, 2)  # several groups, if the run has several
+    # As many nodes as the run has, or fewer, so that all have equally many ranks.
+    nodes = next(n for n in range(min(layout.nodes, ranks), 0, -1) if ranks % n == 0)
+    scaled = replace(
+        layout,
+        nodes=nodes,
+        gpus_per_node=ranks // nodes,
+        shard=shard,
+        replicate=replicate,
+        expert_parallel=shard if layout.expert_parallel == layout.shard > 1 else parallel,
+        context_parallel=max(n for n in list_divisors(ranks) if n <= max(1, min(layout.context_parallel, most))),
+    )
+    return scaled, f"{here.cpus} cores and {here.memory_gib:.0f} GiB hold {ranks} of its kind"
 
 
 def scale_config(base: Base, *, experts_over: int, vocab: int | None) -> dict[str, Any]:
@@ -138,15 +123,14 @@ def limit_batch(batch: Mapping[str, Any]) -> tuple[int, int]:
 def scale_run(
     run: RunFile,
     plan: Mapping[str, Any],
-    spread: Sharding,
+    spread: Layout,
     material: Material,
     folder: Path,
-    nodes: int = 1,
     *,
     packs: bool,
 ) -> tuple[str, list[Change]]:
-    """Return the rehearsal's run file, and its differences. `plan` resolves `auto` and an Accelerate file; `packs`
-    is what the run's `data.packing` is."""
+    """Return the rehearsal's run file, and its differences. `plan` resolves `auto`; `packs` is what the run's
+    `data.packing` is."""
     tree: dict[str, Any] = run.model_dump(mode="json", exclude_defaults=True)
     changes: list[Change] = []
     scaled = _scale_keys(run, plan, spread, material, folder)
@@ -158,19 +142,19 @@ def scale_run(
             tree.setdefault(section, {})[name] = value
             changes.append(Change(key, yours, value, why))
 
-    own = plan["layout"]
     usual = LayoutSection()
     cluster = run.cluster
-    layout = {"name": own["name"], "shard": spread.shard, "replicate": spread.replicate}
+    layout = {"name": spread.name, "shard": spread.shard, "replicate": spread.replicate}
     if spread.expert_parallel > 1:
         layout["expert_parallel"] = spread.expert_parallel
     if spread.context_parallel > 1:
         layout["context_parallel"] = spread.context_parallel
     for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing"):
-        if own[key] != getattr(usual, key):
-            layout[key] = own[key]
-    here: dict[str, Any] = {"nodes": nodes, "gpus_per_node": spread.ranks // nodes, "gpu": "cpu", "platform": "script"}
-    if nodes > 1:
+        if getattr(spread, key) != getattr(usual, key):
+            layout[key] = getattr(spread, key)
+    here: dict[str, Any] = {"nodes": spread.nodes, "gpus_per_node": spread.gpus_per_node}
+    here |= {"gpu": "cpu", "platform": "script"}
+    if spread.nodes > 1:
         here["network"] = "ethernet-25"  # links inside a machine are faster
     here |= {key: getattr(cluster, key) for key in ("grace_seconds", "max_restarts") if key in cluster.changed}
     # Variables that are valid on this machine: no secret, no device, no folder of another machine.
@@ -180,7 +164,7 @@ def scale_run(
         if not value.startswith("/") or Path(value).exists():
             here.setdefault("env", {})[name] = value
     # Offload is left out: the engine refuses it if ranks compute in host memory.
-    but = "; a CPU has nowhere to offload from" if own["offload"] else ""
+    but = "; a CPU has nowhere to offload from" if spread.offload else ""
     for section, ours, why in (
         ("layout", layout, f"as the plan lays it out on your machines{but}"),
         ("cluster", here, "this machine is another"),
@@ -194,7 +178,7 @@ def scale_run(
 
 
 def _scale_keys(
-    run: RunFile, plan: Mapping[str, Any], spread: Sharding, material: Material, folder: Path
+    run: RunFile, plan: Mapping[str, Any], spread: Layout, material: Material, folder: Path
 ) -> list[tuple[str, Any, str]]:
     """Yield key, value here, and reason. A value that equals the user's is no change."""
     model = run.model

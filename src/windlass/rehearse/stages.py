@@ -21,9 +21,10 @@ from windlass.files import read_json, read_json_lines, write_json
 from windlass.hardware import count_usable_cpus, read_this_machine
 from windlass.observe.format import format_are, format_plural
 from windlass.plan import fill_in_choices
+from windlass.plan.layout import Layout
 from windlass.rehearse.process import ERROR, RunningCommand, node_variables
 from windlass.rehearse.record import Failed, Phase, RehearsalRecord
-from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, Sharding, limit_batch, scale_ranks, scale_run
+from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, limit_batch, scale_ranks, scale_run
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
@@ -47,7 +48,7 @@ class Rehearsal:
     began: float = 0.0
     reported: float = 0.0  # what it does
     plan: dict[str, Any] = field(default_factory=dict)
-    spread: Sharding = field(default_factory=lambda: Sharding(1, 1, 1))
+    layout: Layout | None = None  # the run's, scaled down
     job: RunningCommand | None = None  # a job that several stages watch: the material's, then the launch script's
 
     @property
@@ -167,8 +168,9 @@ def plan(r: Rehearsal) -> Iterator[str]:
     yield f"{layout['name']} on {format_plural(layout['ranks'], 'rank')} takes {fits}"
     if model["path"]:
         yield "every weight of the checkpoint is there, with its scale"
-    r.spread, nodes, why = scale_ranks(layout, read_this_machine())
-    ranks = {"yours": layout["ranks"], "here": r.spread.ranks, "nodes": nodes}
+    own = Layout(**{key: value for key, value in layout.items() if key != "ranks"})
+    r.layout, why = scale_ranks(own, read_this_machine())
+    ranks = {"yours": own.ranks, "here": r.layout.ranks, "nodes": r.layout.nodes}
     r.record.ranks = {**ranks, "layout": layout["name"], "why": why}
 
 
@@ -216,13 +218,14 @@ def submit(r: Rehearsal) -> Iterator[str]:
 
 
 def data(r: Rehearsal) -> Iterator[str]:
+    assert r.layout is not None
     micro, accumulation = limit_batch(r.plan["batch"])
     request = {
         "run": str(r.run),
         "overrides": r.overrides,
         "folder": str(r.folder),
-        "experts_over": r.spread.expert_parallel,
-        "sequences": EVERY * micro * accumulation * r.spread.readers,
+        "experts_over": r.layout.expert_parallel,
+        "sequences": EVERY * micro * accumulation * r.layout.readers,
     }
     write_json(r.folder / "request.json", request)
     command = [sys.executable, "-m", "windlass.rehearse.material", str(r.folder / "request.json")]
@@ -245,11 +248,11 @@ def replica(r: Rehearsal) -> Iterator[str]:
     material = Material(r.folder / "model", r.folder / "data", rows["validation"], rows["length"], rows["rows"], layers)
     loaded = r.load()
     assert isinstance(loaded, Loaded)
+    assert r.layout is not None
     filled = fill_in_choices(loaded).run
     packs = filled.data.packs
     run = loaded.run.model_copy(update={"lora": filled.lora})
-    scaled = scale_run(run, r.plan, r.spread, material, r.run_folder, r.record.ranks["nodes"], packs=packs)
-    text, r.record.changes = scaled
+    text, r.record.changes = scale_run(run, r.plan, r.layout, material, r.run_folder, packs=packs)
     (r.folder / "rehearsal.yaml").write_text(text, encoding="utf-8")
 
 

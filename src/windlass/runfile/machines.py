@@ -47,6 +47,16 @@ Mount = Annotated[
 SecretKey = Annotated[str, match_pattern(r"[-._a-zA-Z0-9]{1,253}", "letters, digits, dashes, dots and underscores")]
 
 
+# The layout that a key implies if none is named.
+IMPLIED: Final = {
+    "expert_parallel": "expert-parallel",
+    "replicate": "hybrid",
+    "reshard_after_forward": "",  # as its value says
+    "shard": "full-shard",
+    "offload": "full-shard",
+}
+
+
 class Ranks(Section):
     """How many processes. How they share the work is up to the script."""
 
@@ -91,6 +101,19 @@ class LayoutSection(Ranks):
     gathered at once."""
     state_dict: Literal["full"] | None = None
     """How checkpoints store the adapter: always unsharded, in one file."""
+
+    @property
+    def named(self) -> tuple[str, str]:
+        """The layout's name, or `auto`, and the key that sets or implies it: no key is ignored."""
+        if self.name != "auto":
+            return self.name, "layout.name"
+        for key, name in IMPLIED.items():
+            value = getattr(self, key)
+            if key == "reshard_after_forward" and value is not None:
+                return "full-shard" if value else "no-reshard", f"layout.{key}"
+            if value is True or (isinstance(value, int) and value > 1):
+                return name, f"layout.{key}"
+        return "auto", ""
 
 
 class GpuFigures(Section):

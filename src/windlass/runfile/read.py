@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import DEFAULT, Problem, UserError, raise_all
 from windlass.run_folder import TRIALS
+from windlass.runfile.accelerate import AccelerateFile, translate
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
 from windlass.runfile.halving import find_halving_problems
@@ -70,9 +71,9 @@ class LoadedScript(LoadedFile):
     run: ScriptRun
 
 
-def read_run_file(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+def read_run_file(path: Path, overrides: Sequence[str] = (), accelerate: AccelerateFile | None = None) -> Loaded:
     """Read a run file that trains a language model."""
-    loaded = read_any(path, overrides)
+    loaded = read_any(path, overrides, accelerate)
     if isinstance(loaded, LoadedScript):
         hint = "scripts have plan, check, train, submit, watch and report"
         raise UserError(
@@ -133,8 +134,13 @@ def _refuse_incomplete(path: Path) -> None:
         raise UserError(problem, f"{path}:1", hint, "incomplete")
 
 
-def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript:
-    """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint."""
+def read_any(
+    path: Path, overrides: Sequence[str] = (), accelerate: AccelerateFile | None = None
+) -> Loaded | LoadedScript:
+    """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint.
+
+    `accelerate`: its settings become the run file's where that sets nothing.
+    """
     _refuse_incomplete(Path(path))
     document = load_document(Path(path))
     tree = document.value
@@ -153,6 +159,7 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     problems += take_moved_keys(tree, places)
     if isinstance(tree.get("layout"), str):
         places["layout.name"] = places["layout"]
+    file_notes = _apply_accelerate(tree, places, accelerate, root, problems) if accelerate else []
     # A header may have nothing under it.
     tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
     cluster = tree.get("cluster")
@@ -166,13 +173,14 @@ def read_any(path: Path, overrides: Sequence[str] = ()) -> Loaded | LoadedScript
     raise_all(sorted(problems, key=line))
     assert run is not None
     where = LoadedFile(Path(path), (), places).where
-    notes += list_remarks(run, where)
+    given = [*notes, *file_notes]
+    notes += [*list_remarks(run, where), *file_notes]
     if isinstance(run, ScriptRun):
         return LoadedScript(Path(path), tuple(notes), places, run)
     loaded = Loaded(Path(path), tuple(notes), places, run)
     without = swept.get("sweep") == {} and loaded.where("sweep").startswith("--override")
     if "sweep" in swept and not without:
-        trials, problems = _read_trials(loaded, swept, document.file)
+        trials, problems = _read_trials(loaded, swept, document.file, given)
         raise_all(sorted(problems, key=line))
         loaded = replace(loaded, trials=tuple(trials))
     return loaded
@@ -199,8 +207,11 @@ def _check(
     return run, problems
 
 
-def _read_trials(loaded: Loaded, tree: dict[str, Any], file: str) -> tuple[list[Loaded], list[Problem]]:
-    """Return the trials of a sweep, each with the run file that it is, and everything wrong with them."""
+def _read_trials(
+    loaded: Loaded, tree: dict[str, Any], file: str, notes: Sequence[str]
+) -> tuple[list[Loaded], list[Problem]]:
+    """Return the trials of a sweep, each with the run file that it is, and everything wrong with them. `notes`: about
+    all of them."""
     where = loaded.where
     named, problems = list_trials(tree.pop("sweep"), lambda path: _nearest_place(loaded.places, (path,), file))
     lora = loaded.run.lora
@@ -225,7 +236,8 @@ def _read_trials(loaded: Loaded, tree: dict[str, Any], file: str) -> tuple[list[
         if not isinstance(run, RunFile) or found:
             continue
         one = Loaded(loaded.path, (), places, run, trial=replace(trial, tree=written))
-        one = replace(one, notes=tuple(f"trial {trial.name}: {note}" for note in list_remarks(run, one.where)))
+        remarks = [f"trial {trial.name}: {note}" for note in list_remarks(run, one.where)]
+        one = replace(one, notes=(*notes, *remarks))
         twins = [other.trial.name for other in trials if other.trial and is_same_run(other.run, run)]
         trials.append(one)
         if twins:
@@ -327,6 +339,25 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
     except UserError as error:
         raise UserError.of([replace(error.problems[0], where=place)]) from None
     _put(tree, places, steps, value, place)
+
+
+def _apply_accelerate(
+    tree: dict[str, Any], places: dict[str, str], file: AccelerateFile, root: Root, problems: list[Problem]
+) -> list[str]:
+    """Put the settings of an Accelerate file into the tree. Return notes on those that the command line sets."""
+    if root is ScriptRun:
+        what = "sets how a language model is sharded, but this run is of kind: script"
+        hint = "leave --accelerate out: a script shards by itself"
+        problems.append(Problem(what, str(file.path), hint, "not-for-scripts"))
+        return []
+    run, faults = _validate(copy.deepcopy(tree), RunFile, str)
+    if faults or not isinstance(run, RunFile):
+        return []  # they are reported first
+    settings, notes, disagreements = translate(file, run, LoadedFile(Path(), (), places).where)
+    problems += disagreements
+    for key, setting in settings.items():
+        _put(tree, places, tuple(key.split(".")), setting.value, setting.where)
+    return notes
 
 
 def _put(tree: dict[str, Any], places: dict[str, str], steps: tuple[str, ...], value: Any, place: str) -> None:

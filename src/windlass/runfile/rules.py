@@ -104,6 +104,10 @@ def _check_training(run: RunFile) -> Iterator[Clash]:
     if train.warmup_steps and 0 < train.max_steps <= train.warmup_steps:
         what = f"a warm-up of {train.warmup_steps} steps takes the whole run of {train.max_steps}"
         yield "train.warmup_steps train.max_steps", what, "use fewer warm-up steps"
+    recompute = (train.gradient_checkpointing, run.layout.activation_checkpointing)
+    if "auto" not in recompute and bool(recompute[0]) != recompute[1]:  # other true values say what is kept
+        what = "activation checkpointing is switched on by one and off by the other"
+        yield "layout.activation_checkpointing train.gradient_checkpointing", what, "keep one of them"
     for name in [train.report_to] if isinstance(train.report_to, str) else train.report_to:
         if name not in names.TRACKERS:
             yield _unknown("train.report_to", "tracker", name, sorted(names.TRACKERS))
@@ -242,7 +246,7 @@ def _check_machines(run: Run) -> Iterator[Clash]:
     ranks = run.layout.ranks
     nodes, gpus_per_node = cluster.size
     gpus = nodes * gpus_per_node
-    is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto"
+    is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or isinstance(run, RunFile)
     if ranks is not None and is_set and ranks != gpus:
         what = f"{ranks} ranks, but the cluster has {nodes} x {gpus_per_node} = {gpus} GPUs"
         yield "layout.ranks cluster.nodes cluster.gpus_per_node", what, "remove layout.ranks: the cluster determines it"

@@ -28,7 +28,6 @@ from windlass.launch.check.results import (
     skipped,
     write_error,
 )
-from windlass.plan.accelerate import AccelerateFile
 from windlass.runfile import Loaded, LoadedScript
 
 __all__ = ["ALONE", "HERE", "IN_POD", "CheckReport", "Result", "print_report", "run_checks", "write_error"]
@@ -38,7 +37,6 @@ JOIN_SECONDS = 300.0  # how long a node waits for the others: image pulls differ
 
 def run_checks(
     loaded: Loaded | LoadedScript,
-    accelerate: Callable[[], AccelerateFile | None] = lambda: None,
     *,
     depth: str = ALONE,
     environ: Mapping[str, str] | None = None,
@@ -50,7 +48,7 @@ def run_checks(
     began = time.monotonic()
     is_leader = True
     environ = dict(os.environ if environ is None else environ)  # a copy: importing torch adds to it
-    plan, results = inputs.check_plan(loaded, accelerate)
+    plan, results = inputs.check_plan(loaded)
     c = Context(loaded, plan, inputs.list_distributions(), environ, root, depth == ALONE)
     results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]
     results += machine.check_run_variables(c)

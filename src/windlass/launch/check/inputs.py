@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,6 @@ from windlass.versions import TESTED, find_lacking, is_newer, is_older, is_too_o
 if TYPE_CHECKING:
     from windlass.model.family import Family
     from windlass.plan import Plan
-    from windlass.plan.accelerate import AccelerateFile
 
 # The oldest Linux driver for each CUDA major version, whose minor versions all run on it: NVIDIA's CUDA Compatibility,
 # "Minor Version Compatibility", table 1, with the full numbers of CUDA 11.0, 12.0 and 13.0 from the CUDA release notes.
@@ -55,12 +53,10 @@ ATTENTION: dict[str, tuple[tuple[str, str] | None, str]] = {
 }
 
 
-def check_plan(
-    loaded: Loaded | LoadedScript, accelerate: Callable[[], AccelerateFile | None]
-) -> tuple[AnyPlan | None, list[Result]]:
+def check_plan(loaded: Loaded | LoadedScript) -> tuple[AnyPlan | None, list[Result]]:
     """Make the plan, which checks targets, layout, classes and batch, and check its estimate of memory."""
     try:
-        plan = make_any_plan(loaded, accelerate())
+        plan = make_any_plan(loaded)
     except UserError as error:
         return None, problems_to_results("plan", error.problems)
     layout = plan.layout

@@ -282,9 +282,9 @@ def resolve_run(plan: Plan) -> dict[str, Any]:
     run = record_run(plan.run)
     chosen = {"per_device_train_batch_size": plan.batch.micro, "gradient_accumulation_steps": plan.batch.accumulation}
     if plan.run.train.gradient_checkpointing == "auto":
-        chosen["gradient_checkpointing"] = plan.layout.activation_checkpointing
+        chosen["gradient_checkpointing"] = bool(plan.layout.activation_checkpointing)
     if plan.run.train.offload_activations == "auto":
-        chosen["offload_activations"] = plan.layout.offload_activations
+        chosen["offload_activations"] = bool(plan.layout.offload_activations)
     return {**run, "train": {**run["train"], **chosen}}
 
 

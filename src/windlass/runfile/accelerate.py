@@ -1,17 +1,21 @@
-"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment and judge each of its keys."""
+"""Read an Accelerate FSDP YAML or `accelerate launch`'s environment, judge each of its keys, and translate those that
+windlass uses into values of the run file's keys."""
 
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from windlass.errors import Problem, UserError, raise_all
+from windlass import hardware
+from windlass.errors import Problem, UserError, Where, raise_all
 from windlass.runfile.document import load_document
+from windlass.runfile.fields import RunFile
+from windlass.runfile.reference import format_value
 
 HONOURED = "honoured"
 TRANSLATED = "translated"
@@ -22,6 +26,14 @@ ANY = "*"  # in Key.verdicts: every value without its own row; in Verdict.sets: 
 TRUE = ("true", "yes", "y", "t", "on", "1")
 FALSE = ("false", "no", "n", "f", "off", "0")
 PREFIXES = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}  # added by Accelerate to keys that lack it
+# What refines a layout means nothing in another one, which the command line names.
+REFINING = ("layout.reshard_after_forward", "layout.shard", "layout.replicate", "layout.offload")
+NAMING = ("layout.name", "layout.expert_parallel", "layout.replicate")  # others refine what a file names
+# The layout that the run file may name although an FSDP file names one of these: FSDP files have no keys for experts,
+# and under expert parallelism they set how the dense rest is sharded.
+ALONGSIDE = dict.fromkeys(("full-shard", "no-reshard", "hybrid"), ("expert-parallel",))
+# Two names of one setting. True values other than true say what is kept.
+CHECKPOINTING = ("train.gradient_checkpointing", "layout.activation_checkpointing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +43,7 @@ class KeyVerdict:
     word: str
     because: str
     hint: str = ""
-    sets: Mapping[str, object] = field(default_factory=dict)  # fields of the layout request
+    sets: Mapping[str, object] = field(default_factory=dict)  # keys of the run file, and `sharded`, `ranks`, `cpu`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +122,33 @@ class Entry:
     verdict: KeyVerdict
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The value that a file gives to one field of the layout request."""
+class Setting(NamedTuple):
+    """A value of a run file's key."""
 
     value: Any
     where: str
+    text: object  # what is written there
+    is_default: bool = False  # only implied there, so another value is no disagreement
+
+    @property
+    def is_override(self) -> bool:
+        return self.where.startswith("--override ")
+
+
+Find = Callable[[str], Setting | None]  # what the run file or the command line sets: neither null nor auto
 
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """Accelerate's settings. `settings` are those that windlass uses: nodes, ranks, precision, name, wrap, offload …"""
+    """Accelerate's settings. An error names their places, as those of `--override`."""
 
     path: Path | None  # None: only the launcher's environment
     entries: tuple[Entry, ...]
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, Setting]  # keys of the run file, and `sharded`, `ranks`, `cpu`
     notes: tuple[str, ...] = ()
 
 
-def load_accelerate(path: Path | None, environ: Mapping[str, str]) -> AccelerateFile | None:
+def load_accelerate(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -> AccelerateFile | None:
     """Return this run's Accelerate settings, from `--accelerate`'s file, the launcher's environment, both or neither.
 
     `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line.
@@ -151,7 +171,7 @@ def read_accelerate(
     overriding = _collect_settings(launched, problems)
     raise_all(problems)
     notes = [
-        f"{settings[name].where}: {settings[name].value} is overridden by {flag.where}={flag.value}: its flags win"
+        f"{settings[name].where}: {settings[name].text} is overridden by {flag.where}={flag.text}: its flags win"
         for name, flag in overriding.items()
         if name in settings and settings[name].value != flag.value
     ]
@@ -159,9 +179,9 @@ def read_accelerate(
         text = "layout taken from the launcher's variables, which lack misspelt keys of its file"
         notes.append(f"{overriding['sharded'].where}: {text}: --accelerate FILE checks those too")
     settings |= overriding
-    if "shard" in settings and "context_parallel" in settings:  # Accelerate shards weights over both
-        ranks = settings["shard"].value * settings["context_parallel"].value
-        settings["shard"] = replace(settings["shard"], value=ranks)
+    shard, split = settings.get("layout.shard"), settings.get("layout.context_parallel")
+    if shard and split:  # Accelerate shards weights over both
+        settings["layout.shard"] = shard._replace(value=shard.value * split.value)
     return AccelerateFile(path, (*entries, *launched), MappingProxyType(settings), tuple(notes))
 
 
@@ -170,12 +190,100 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
     settings: dict[str, Setting] = {}
     for entry in entries:
         for name, value in entry.verdict.sets.items():
-            setting = Setting(entry.value if value == ANY else value, entry.where)
+            setting = Setting(entry.value if value == ANY else value, entry.where, entry.value)
             earlier = settings.setdefault(name, setting)
             if earlier.value != setting.value:
-                text = f"asks for {name} {setting.value}, but {earlier.where} asks for {earlier.value}"
-                problems.append(Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement"))
+                problems.append(_disagree(name, setting, earlier))
     return settings
+
+
+def _disagree(key: str, setting: Setting, other: Setting) -> Problem:
+    text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(other.value)} at {other.where}"
+    return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
+
+
+# --- its settings as the run file's ---
+
+
+def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[str, Setting], list[str], list[Problem]]:
+    """Return the values that a run file gets, notes on those that the command line sets otherwise, and a problem for
+    each that the run file sets otherwise."""
+
+    def find(key: str) -> Setting | None:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(run, section), name)
+        return None if value in (None, "auto") else Setting(value, where(key), value)
+
+    settings = {**file.settings}
+    notes = [*file.notes]
+    problems = [*_check_cpu(settings.pop("cpu", None), run), *_spread_ranks(settings, find)]
+    _name_layout(settings, find)
+    theirs = settings.get("layout.name")
+    name, naming = run.layout.named
+    layout = Setting(name, where(naming), name) if naming in NAMING else None
+    by_name = naming == "layout.name"
+    is_other = theirs and layout and layout.is_override and by_name and name != theirs.value
+    for key, setting in [*settings.items()]:
+        written = next(filter(None, map(find, CHECKPOINTING if key in CHECKPOINTING else (key,))), None)
+        if key == "layout.name" or (is_other and key in REFINING and not (written and written.is_override)):
+            written = layout
+        if written is None:
+            continue
+        del settings[key]
+        value = bool(written.value) if key in CHECKPOINTING else written.value
+        value = ",".join(value) if isinstance(value, list) else value
+        if value == setting.value:
+            continue
+        may_differ = setting.is_default or value in ALONGSIDE.get(setting.value, ())
+        if written.is_override and (by_name or not may_differ):
+            notes.append(f"{setting.where}: {setting.text} is overridden by {written.where}")
+        elif not (written.is_override or may_differ):
+            problems.append(_disagree(key, setting, written))
+    return settings, [*dict.fromkeys(notes)], problems  # one key may set two
+
+
+def _name_layout(settings: dict[str, Setting], find: Find) -> None:
+    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`."""
+    sharded = settings.pop("sharded", None)
+    if sharded is None or not sharded.value:
+        return
+    name = settings.get("layout.name")
+    keys = ("layout.reshard_after_forward", "layout.replicate")
+    overriding = [setting if setting and setting.is_override else None for setting in map(find, keys)]
+    reshard, replicas = (ours or settings.get(key) for ours, key in zip(overriding, keys, strict=True))
+    if reshard and (name is None or name.value == "full-shard"):
+        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
+    if replicas and replicas.value > 1:
+        name = replicas._replace(value="hybrid", is_default=name is None)
+    settings["layout.name"] = name or sharded._replace(value="full-shard", is_default=True)
+
+
+def _check_cpu(cpu: Setting | None, run: RunFile) -> Iterator[Problem]:
+    if cpu is None or not cpu.value:
+        return
+    gpu = run.cluster.gpu or hardware.read_gpu_name()
+    kind = gpu if isinstance(gpu, str) else gpu.name
+    if hardware.ALIASES.get(kind.strip().lower(), kind.strip().lower()) != "cpu":
+        hint = "write use_cpu: false; for a CPU machine write cluster.gpu: cpu"
+        yield Problem(f"use_cpu: true, but the run is planned for {kind}", cpu.where, hint, "cpu-for-gpu")
+
+
+def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]:
+    """Replace the ranks of all nodes by each node's. If the command line sets the nodes, each has as many as before."""
+    ranks = settings.pop("ranks", None)
+    own = settings.get("cluster.nodes")
+    written = find("cluster.nodes")
+    gpus = find("cluster.gpus_per_node")
+    if ranks is None:
+        return
+    nodes = written.value if written else own.value if own else 1
+    if written and written.is_override and own and own.value > 0 and ranks.value % own.value == 0:
+        nodes = own.value
+    if nodes > 0 and ranks.value % nodes == 0:  # else the nodes are refused
+        settings["cluster.gpus_per_node"] = ranks._replace(value=ranks.value // nodes)
+    elif nodes > 0 and not (gpus and gpus.is_override):
+        hint = f"give a multiple of {nodes}, or change the number of nodes"
+        yield Problem(f"{ranks.value} ranks do not spread evenly over {nodes} nodes", ranks.where, hint, "uneven-ranks")
 
 
 # --- the launcher's environment ---
@@ -255,7 +363,8 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
 
 def _read_value(key: AccelerateKey, raw: object, where: str, path: str, problems: list[Problem]) -> Entry | None:
     """Parse a value as its key requires and judge it; append a problem if it is invalid."""
-    if raw is None and key.name != "compute_environment":  # there Accelerate reads null as SageMaker
+    nothing = raw is None and key.name != "compute_environment"  # there Accelerate reads null as SageMaker
+    if nothing or (key.kind == "names" and not str(raw).strip("[] ")):
         return Entry(key, None, where, path, KeyVerdict(NO_EFFECT, "null is the same as leaving the key out"))
     value, expected = _parse_value(key, raw)
     if expected:
