@@ -19,7 +19,7 @@ class Step:
     job_tokens: int  # over all ranks, without padding
     requested: int  # what rank 0's watch requests of all ranks
     interrupted: bool  # any rank received a signal
-    figures: dict[str, Any]  # what else is recorded: rewards of pairs, losses per data set of a mix
+    figures: dict[str, Any]  # what else is recorded: rewards, losses per data set of a mix
     skipped: bool = False
 
 
@@ -38,7 +38,7 @@ class StepSums(NamedTuple):
     requested: Scalar  # by the watch
     not_compiled: Scalar  # a layer did not compile
     non_finite: Any  # loss or gradient; summed: a flag per rank
-    figures: Any  # what else is recorded: rewards of pairs, losses per data set of a mix
+    figures: Any  # what else is recorded: rewards, losses per data set of a mix
 
     def pack(self, rank: int, world: int) -> Tensor:
         """Return the vector that is reduced, in float32, on the device of the loss."""
