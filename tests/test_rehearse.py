@@ -39,7 +39,7 @@ from windlass.rehearse.process import RunningCommand, make_environment, node_var
 from windlass.rehearse.record import Failed, print_record
 from windlass.rehearse.scale import STEPS, Change, Material, scale_config, scale_ranks, scale_run
 from windlass.rehearse.stages import Rehearsal
-from windlass.runfile import RunFile, read_run_file
+from windlass.runfile import Loaded, RunFile, read_run_file
 from windlass.runfile.rules import find_contradictions
 
 ROOT = Path(__file__).parent.parent
@@ -480,6 +480,17 @@ def rehearsal(tmp_path: Path) -> Iterator[Rehearsal]:
     environ = {"PATH": "/usr/bin:/bin"}
     with contextlib.ExitStack() as processes:
         yield Rehearsal(tmp_path / "run.yaml", [], tmp_path, environ, record, lambda _: None, processes)
+
+
+def test_an_accelerate_file_counts_in_the_rehearsed_run(rehearsal: Rehearsal, user: Path, tmp_path: Path) -> None:
+    """Its precision, beside the layout that is planned of it."""
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nmixed_precision: no\nfsdp_config: {fsdp_version: 2}\n")
+    rehearsal.run.write_text(user.read_text().replace("  bf16: false\n", ""))
+    rehearsal.options = ["--accelerate", str(tmp_path / "fsdp.yaml")]
+    loaded = rehearsal.load()
+    assert isinstance(loaded, Loaded)
+    assert not loaded.run.train.in_bf16
+    assert loaded.where("train.bf16").startswith(str(tmp_path / "fsdp.yaml"))
 
 
 def test_failed_command_is_quoted_from_its_error(rehearsal: Rehearsal) -> None:

@@ -28,6 +28,7 @@ from windlass.rehearse.scale import EVERY, STEPS, STOP_AT, Material, limit_batch
 from windlass.run_folder import DATA, EVENTS, LOAD, MANIFEST, is_finished
 from windlass.run_folder import STEPS as STEP_FILE
 from windlass.runfile import Loaded, LoadedScript, read_any
+from windlass.runfile.accelerate import load_accelerate
 
 SLOW_SECONDS = 10.0  # between lines of one stage
 
@@ -61,7 +62,8 @@ class Rehearsal:
         return [value for name, value in itertools.pairwise(self.options) if name == "--override"]
 
     def load(self) -> Loaded | LoadedScript:
-        return read_any(self.run, self.overrides)
+        files = (Path(value) for name, value in itertools.pairwise(self.options) if name == "--accelerate")
+        return read_any(self.run, self.overrides, load_accelerate(next(files, None)))
 
     def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
         """Run a stage: timed, shown, recorded; a fault ends the rehearsal."""
