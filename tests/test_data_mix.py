@@ -85,6 +85,17 @@ def test_error_in_one_set_names_its_key(tmp_path: Path, part: dict[str, Any], wo
         prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)
 
 
+@pytest.mark.fault(
+    "a validation split that no set of a mix has", "`windlass train`, `check`", "no data set has a split"
+)
+def test_a_split_that_no_set_has_is_refused(tmp_path: Path) -> None:
+    """Sets without a split that another has are trained on as they are."""
+    loaded = read_run_file(write(tmp_path, val_split="validaton"), [])
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
+    with pytest.raises(UserError, match=r"data.val_split: no data set has a split 'validaton'; a: train; b: train"):
+        prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)
+
+
 def test_sets_inherit_unset_keys_from_the_section(tmp_path: Path) -> None:
     tree = {"mix": [{"path": "x", "turns": "last"}, {"path": "y", "format": "text"}], "format": "sharegpt"}
     data = RunFile.model_validate({"data": {**tree, "dataset_config_name": None, "val_fraction": 0.1}}).data

@@ -497,8 +497,10 @@ def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = together.sum_losses
-    monkeypatch.setattr(together, "sum_losses", lambda request, losses: original(request, losses) * len(losses) / 9)
+    original = together.sum_trial_losses
+    monkeypatch.setattr(
+        together, "sum_trial_losses", lambda request, losses: original(request, losses) * len(losses) / 9
+    )
 
 
 def shared_balance(monkeypatch: pytest.MonkeyPatch) -> None:

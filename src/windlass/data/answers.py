@@ -30,7 +30,7 @@ class RenderedRow(NamedTuple):
     length: int = 0
     """Turns of a chat that were rendered."""
     remarks: Mapping[str, str] = {}
-    """What a user should know of it, by kinds of audit.REMARKS, with an example."""
+    """What a user should know of it, by kinds of audit.FACTS and WARNINGS, with an example."""
     everything: bool = False
     """Whether the loss is computed on all of it."""
     closed: bool = False

@@ -212,9 +212,10 @@ def write_tokens(
         def read(rows: RowSet, format_: Format, parts: Sequence[SplitPart], name: str, most: int | None) -> Documents:
             chunks = read_chunks(parts, most)
             rendered = (render_rows(chunk.rows(), format_) for chunk in chunks)
-            tokenized = (tokenize_rows(*each, format_, tokenizer, data.length) for each in rendered)
             count = 1 if most else count_workers(parts, tokenizer)
-            if count > 1:  # they do both
+            if count == 1:
+                tokenized = (tokenize_rows(*each, format_, tokenizer, data.length) for each in rendered)
+            else:  # they do both
                 tokenized = tokenize_chunks(chunks, (rows.data, rows.columns, tokenizer, data.length), count)
             report = show_progress(f"tokenizing {name}", lambda: most or count_parts(parts))
             with report as progress, allow_rust_threads(), closing(tokenized):

@@ -107,6 +107,8 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
         text = "this processor has no instructions for bfloat16: steps take many times as long as in float32"
         yield Caution(text, "train.bf16=false --override model.torch_dtype=float32")
     gpu = plan.machine.gpu
+    if gpu.link.startswith("xgmi"):
+        yield Caution(f"{gpu.name}: windlass trains on NVIDIA's GPUs; this is an estimate by its data sheet")
     if not gpu.has_bf16 and (plan.run.train.in_bf16 or plan.run.model.torch_dtype == "bfloat16"):
         text = f"{gpu.name} has no bfloat16 arithmetic: PyTorch computes it in float32, at {gpu.bf16_tflops:g} TFLOP/s"
         yield Caution(f"{text} at most, which the plan counts with (windlass doesn't train in float16)")

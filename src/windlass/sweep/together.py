@@ -329,7 +329,7 @@ class Forward:
         total = torch.zeros((), device=log_probs.device)
         of_requests = torch.split(log_probs, [len(of_request) for of_request in targets])
         for (number, request), of_request in zip(requests.items(), of_requests, strict=True):
-            loss = sum_losses(request, of_request)
+            loss = sum_trial_losses(request, of_request)
             balance = balances.get(number)
             if balance is not None and request.balance_share is not None:
                 loss = loss + request.balance_share * balance
@@ -357,8 +357,8 @@ def add_part(
         tokens.add(place, own_index, own_gradient)
 
 
-def sum_losses(request: LossRequest, log_probs: Tensor) -> Tensor:
-    """Return the summed loss of one trial's targets, or of their pairs."""
+def sum_trial_losses(request: LossRequest, log_probs: Tensor) -> Tensor:
+    """Return the summed loss of one trial's targets, or of their pairs: what `TrainedModel.sum_losses` returns."""
     model = request.model
     if model.preference is not None:
         return model.preference.compute(log_probs, request.batch)

@@ -161,7 +161,7 @@ class Loop:
                 batch_loss, batch_balance = model.compute_loss(batch, balance_share if batch.rows else None)
                 model.waits.on = False
                 self.recorder.mark("forward")
-                batch_loss.backward()  # type: ignore[no-untyped-call]
+                batch_loss.backward()  # type: ignore[no-untyped-call]  # of a sum: divided once all ranks have counted
                 self.recorder.mark("backward")
                 loss += batch_loss.detach()
                 if batch_balance is not None:

@@ -1,4 +1,4 @@
-"""A training run as every rank executes it: read `train_rank` from top to bottom."""
+"""A training run as every rank executes it: read `train_run` from top to bottom."""
 
 import contextlib
 import json
@@ -97,6 +97,7 @@ def train_rank(
     allow_other_base: bool = False,
 ) -> int:
     """Do one rank's part of the run. Returns 0, or 75 if a signal stopped it and everything is saved."""
+    # 1. Connect to the other ranks. All must be about to run the same.
     session = connect(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
     require_same_plan(plan, session.identity)
     return train_run(plan, session)
@@ -156,8 +157,9 @@ def train_run(plan: Plan, session: Session) -> int:
                     console.print(other_length, style="yellow")
             set_template(tokenizer, data.template)
 
-            # 4. The base model: each rank reads its own shard, and proves it against the files. An adapter that is
-            # trained on must have been trained on the same weights; what a resumed run has recorded stays until then.
+            # 4. The base model, sharded as the layout says: each rank reads its part, and proves it against the files.
+            # An adapter that is trained on must have been trained on the same weights; what a resumed run has recorded
+            # stays until then.
             model, certificate = load_model(plan, session, tokenizer)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
@@ -188,7 +190,7 @@ def train_run(plan: Plan, session: Session) -> int:
             model = attach_adapter(model, job.lora.model_copy(update=given), plan.adapter, job.train.seed)
             assert_sharded(model, plan.layout)
 
-            # 6. The loop, and what it calls by name.
+            # 6. Batches, optimizer, evaluation, checkpoints, and the loop that calls them.
             here.phase("setting up the loop")
             facts = {**describe_run(plan, session.identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, base_alone, facts=facts)
@@ -268,24 +270,24 @@ def save_final(
             load_adapter(model, best)
             console.print(f"the adapter is that of {best.name}, which evaluated best")
     final = plan.folder / FINAL
-    partial = plan.folder / f".{FINAL}.partial"
+    unfinished = plan.folder / f".{FINAL}.partial"
     try:
         if collectives.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        save_adapter(model, partial)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        save_adapter(model, unfinished)
         if collectives.get_rank() == 0:
             try:
-                tokenizer.save_pretrained(partial)
+                tokenizer.save_pretrained(unfinished)
             except Exception as error:  # tokenizers has one of its own for a full disk
                 system_error = find_system_error(error, final / "tokenizer.json")
                 if system_error is None:
                     raise
                 raise system_error from None
-            write_json(partial / BASE_MODEL, base | describe_files(partial))
-            commit_dir(partial, final)
+            write_json(unfinished / BASE_MODEL, base | describe_files(unfinished))
+            commit_dir(unfinished, final)
     except OSError as error:
-        error.filename = str(error.filename or final).replace(str(partial), str(final))
-        shutil.rmtree(partial, ignore_errors=True)
+        error.filename = str(error.filename or final).replace(str(unfinished), str(final))
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 

@@ -15,18 +15,23 @@ float8 products are not used: published activation scales are static, which tran
 
 To add a format:
 
-| step                                             | place                                                |
-|--------------------------------------------------|------------------------------------------------------|
-| its name, its block, its bytes per weight        | `FOUR_BITS` or `PUBLISHED` in settings.py            |
-| its keys in a checkpoint: codes, scales          | `SCALE` in model/stored.py, model/packed.py          |
-| its method in config.json                        | `_check_quantization` in model/config.py             |
-| its name in a run file and in a layout           | `base_dtype` in runfile/machines.py, `IN_NAMES`      |
-| the 16 numbers of its codes                      | `TABLES` in four_bits.py                             |
-| its codes and scales as published                | `read_scale_decoder`, `write_packed` in fill.py      |
-| `StoredFormat` of a parameter                          | `choose_format` in train/kernels/products.py         |
-| decoding in one pass on a GPU                    | dequantize_kernel.py                                 |
-| decoding a second way, as its publisher does     | `Disk` in certificate.py                             |
-| writing it in a test's checkpoint, on a GPU      | tiny.py, `PACKED` in self_test.py                    |
+| step                                           | place                                                     |
+|------------------------------------------------|-----------------------------------------------------------|
+| its name, its block, its bytes per weight      | `FOUR_BITS` or `PUBLISHED` in settings.py                 |
+| its keys in a checkpoint: codes, scales        | `scale_suffix` in model/parameters.py, model/packed.py    |
+| its method in config.json, and that it is read | `_check_quantization`, `READS` in model/config.py         |
+| its kind, of a checkpoint's tensors            | `make_packed_piece` in model/packed.py                    |
+| which weights have it, and its name            | model/quantization.py                                     |
+| its name in a run file and in a layout         | `base_dtype` in runfile/machines.py, `IN_NAMES`           |
+| the 16 numbers of its codes                    | `TABLES` in four_bits.py                                  |
+| its codes and scales in a row                  | `row_bytes`, `read_scales`, `make_behind` in four_bits.py |
+| its codes and scales as published              | `read_scale_decoder`, `write_packed` in fill.py           |
+| the dtype of its scales                        | `kept_scales` in fill.py                                  |
+| `StoredFormat` of a parameter                  | `choose_format` in train/kernels/products.py              |
+| decoding in one pass on a GPU                  | dequantize_kernel.py, `kernel_is_exact`                   |
+| decoding a second way, as its publisher does   | `Disk`, `decode_row` in certificate.py                    |
+| a merge into it                                | export/rounding.py, export/merged_files.py                |
+| writing it in a test's checkpoint, on a GPU    | tiny.py, `PACKED` in self_test.py                         |
 """
 
 import functools
