@@ -9,6 +9,8 @@ import times
 import warm
 from near import LONGEST
 
+from windlass.errors import GIVEN
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, and a fork inherits no OpenMP threads
 
 
@@ -37,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # libraries, and a thousand tests: not looked through again while tests run
+
+
+@pytest.fixture(autouse=True)
+def no_run_given() -> None:
+    """A command that ran in this process gave it a run, which hints would name."""
+    GIVEN.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

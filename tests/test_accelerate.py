@@ -323,3 +323,29 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     with refused("disagreement"):  # the run file is a file too
         run.write_text(run.read_text() + "layout: resident\n")
         make_plan(read_run_file(run, (), file), compare=False)
+
+
+@pytest.mark.fault("an Accelerate file beside a run file with an empty section", "`windlass plan`", "full-shard")
+def test_what_a_run_file_leaves_open_or_refines_is_no_other_layout(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    top = "model: {model_name_or_path: Qwen3-8B}\n"
+    fsdp = "distributed_type: FSDP\nnum_machines: 3\nnum_processes: 24\nfsdp_config: {fsdp_version: 2%s}\n"
+    plain, gathered = (read(tmp_path, fsdp % more) for more in ("", ", fsdp_reshard_after_forward: true"))
+    machine = "cluster: {gpu: h200, network: roce-400}\n"
+    hybrid = "layout: {name: hybrid}\n"
+    for more, file, overrides, expected in (
+        ("train:\n  # nothing yet\n", plain, [], ("full-shard", True, 3)),
+        ("layout: {ranks: 24}\n", plain, [], ("full-shard", True, 3)),
+        (hybrid, plain, ["layout.reshard_after_forward=false"], ("hybrid", False, 3)),
+        (hybrid, gathered, [], ("hybrid", True, 3)),
+        ("layout: full-shard\n", gathered, ["layout.shard=8", "layout.replicate=3"], ("full-shard", True, 3)),
+    ):
+        run.write_text(top + machine + more)
+        layout = make_plan(read_run_file(run, overrides, file), compare=False).layout
+        assert (layout.name, layout.reshard_after_forward, layout.nodes) == expected, more
+    run.write_text(top + machine + "layout: {ranks: 24}\n")  # is read without the file that gives the machines
+    with refused("broken-rule"):
+        make_plan(read_run_file(run), compare=False)
+    run.write_text(top + "cluster: two\n")
+    with refused("wrong-value", "run.yaml:2: cluster"):
+        read_run_file(run, ["cluster.gpu=h200"])

@@ -131,7 +131,7 @@ def test_a_stopped_rank_ends_the_run_with_words(material: Path) -> None:  # noqa
     folder = material / "frozen"
     words = ("--override", "train.ddp_timeout=10", "--override", "train.max_steps=100000")
     process = started(warm.python(), material / "run.yaml", folder, *words)
-    wait_for(lambda: (folder / "steps-rank1.jsonl").exists(), process)
+    wait_for(lambda: "pid" in read_json(folder / BEAT.format(rank=1)), process)
     os.kill(read_json(folder / BEAT.format(rank=1))["pid"], signal.SIGSTOP)
     _, printed = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1, printed

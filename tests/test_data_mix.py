@@ -90,7 +90,7 @@ def test_error_in_one_set_names_its_key(tmp_path: Path, part: dict[str, Any], wo
 )
 def test_a_split_that_no_set_has_is_refused(tmp_path: Path) -> None:
     """Sets without a split that another has are trained on as they are."""
-    loaded = read_run_file(write(tmp_path, val_split="validaton"), [])
+    loaded = read_run_file(write(tmp_path, val_split="validaton"), ["train.eval_strategy=epoch"])
     tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
     with pytest.raises(UserError, match=r"data.val_split: no data set has a split 'validaton'; a: train; b: train"):
         prepare_data(loaded.run, tokenizer, where=loaded.where, say=print)

@@ -86,7 +86,7 @@ def test_only_inputs_leave_and_nothing_else_keeps_them(
 def test_a_gpu_has_two_layer_inputs_and_its_node_the_others(tmp_path: Path) -> None:
     off, on = (planned(tmp_path, RECOMPUTED, f"{KEY}={value}") for value in ("false", "true"))
     size = 16384 * HIDDEN * 2
-    for moment in ("loss", "backward of a layer", "backward of the first layer", "last layer's gather"):
+    for moment in ("loss's backward", "backward of a layer", "backward of the first layer", "last layer's gather"):
         kept = [
             list_training_moments(replace(made.search.work, layout=made.layout, batch=made.batch))[moment][0].bytes
             for made in (off, on)

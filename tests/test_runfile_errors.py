@@ -290,7 +290,6 @@ CLASHES = {
         ["data.prompt_field=q"],
         ["data.prompt_template=[[{a}]]", "data.messages_field=m"],
         ["layout.ranks=2", THREE],
-        ["layout.ranks=2"],
         ["layout.activation_checkpointing=false", "train.gradient_checkpointing=selective"],
         ["cluster.env.RANK=0"],
         ["cluster.env.HF_TOKEN=hf_abc"],

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_signals_reach_the_program_and_killing_the_client_ends_it() -> None:
 @pytest.mark.parametrize("folders", ["{libraries}", "/nowhere"])
 def test_ranks_and_what_they_start_are_warm(folders: str) -> None:
     """torchrun starts ranks with -u, they start reports and data workers. Other folders may hold other libraries."""
-    path = folders.format(libraries=os.pathsep.join(filter(None, sys.path)))
+    path = folders.format(libraries=sysconfig.get_path("purelib"))
     environ = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": path}
     command = [warm.python(), "-u", "-c", "import sys; print('torch' in sys.modules)"]
     done = subprocess.run(command, capture_output=True, env=environ, text=True)

@@ -29,8 +29,9 @@ CLIENT = r"""#!{python} -IS
 import os, signal, socket, sys
 PREFIXES = ("HF_", "TRANSFORMERS_", "PYTHON")
 imported = {{name: os.environ[name] for name in os.environ if name.startswith(PREFIXES) and name not in {set_later}}}
-folders = {{*os.environ.get("PYTHONPATH", "").split(os.pathsep)}} - {{"", os.getcwd()}}
 arguments = sys.argv[2:] if sys.argv[1:2] == ["-u"] else sys.argv[1:]  # torchrun asks for unbuffered output
+folders = {{*os.environ.get("PYTHONPATH", "").split(os.pathsep)}} - {{""}}
+folders -= {{os.getcwd()}} if arguments[:1] in (["-c"], ["-m"]) else set()  # comes first there anyway
 option = not arguments or arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
 if option or imported != {environ} or not folders <= {folders}:
     os.execv({python!r}, [{python!r}, *arguments])

@@ -156,14 +156,14 @@ def _open_run_file(
     say: Callable[[str], None],
 ) -> Subject:
     """Open a run file, whose machines `gpus` replaces."""
-    loaded = read_run_file(path, overrides, accelerate)
+    loaded = read_run_file(path, overrides, None if gpus else accelerate)  # which may set other machines
     cluster = loaded.run.cluster
     named = None if gpus == ALL else gpus
 
     def load(others: str | None) -> Loaded:
         others = others or named
         if others is None:
-            return loaded
+            return read_run_file(path, overrides, accelerate) if gpus else loaded
         nodes, per_node, gpu = hardware.parse_gpus(others, "--gpus")
         settings: dict[str, Any] = {"nodes": nodes, "gpus_per_node": per_node, "gpu": gpu}
         if nodes > 1 and cluster.network is None:
@@ -209,7 +209,7 @@ def _open_model(
         if others:
             set_machine(changed, others)
             changed.set("train.global_batch_size", round_to_ranks(batch, changed.ranks))
-        return changed.load(accelerate, overrides if accelerate else ())
+        return changed.load(accelerate, settings if accelerate else ())
 
     for warning in draft.warnings if data else ():
         say(f"warning: {warning}")

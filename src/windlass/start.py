@@ -69,10 +69,11 @@ def train(
             return run_script_rank(plan, here, command.environ, resume=resume)
         here.phase("importing the training libraries")
         with holding_stop_signals():
-            if plan.trials:
-                from windlass.sweep.trials import train_sweep as train_plan
-            else:
-                from windlass.train.run import train_rank as train_plan
+            import torch  # noqa: F401
+        if plan.trials:
+            from windlass.sweep.trials import train_sweep as train_plan
+        else:
+            from windlass.train.run import train_rank as train_plan
         return train_plan(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
@@ -139,7 +140,8 @@ def best(
 
     def work(plan: AnyPlan, here: Rank) -> int:
         with holding_stop_signals():
-            from windlass.best import rank_checkpoints
+            import torch  # noqa: F401
+        from windlass.best import rank_checkpoints
 
         assert isinstance(plan, Plan)
         return rank_checkpoints(

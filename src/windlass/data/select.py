@@ -93,7 +93,7 @@ def select_rows(rows: RowSet, say: Callable[[str], None]) -> RowSet:
             validation = parse_split(data.validation_split, source, where("data.val_split"))
             fraction = None
         except UserError:
-            if data.val_split != "auto" and (not rows.part or "val_split" in data.own_changes):
+            if data.val_split != "auto" and not rows.part:
                 raise
     columns = dict.fromkeys(key for row in itertools.islice(read_rows(train), HEAD_ROWS) for key in row)
     if not columns:
@@ -123,10 +123,9 @@ def require_validation(run: RunFile, sets: Sequence[RowSet], where: Where) -> No
         evaluating.append("train.lr_scheduler_type")
     evaluating += ["data.keep"] if run.data.keep else []
     split = run.data.val_split
-    trained = [rows for rows in sets if not rows.evaluated]
-    if split not in ("auto", None) and not any(rows.validation or rows.fraction for rows in trained):
-        have = "; ".join(f"{rows.name}: {', '.join(rows.source.splits)}" for rows in trained)
-        hint = "name one of these, or hold rows out of the training split with data.val_fraction"
+    if train.eval_strategy != "no" and split not in ("auto", None) and not any(rows.validated for rows in sets):
+        have = "; ".join(f"{rows.name}: {', '.join(rows.source.splits)}" for rows in sets if not rows.evaluated)
+        hint = "name one of these, hold rows out with data.val_fraction: 0.05, or leave data.val_split out"
         raise UserError(f"no data set has a split {split!r}; {have}", where("data.val_split"), hint, "no-such-split")
     if evaluating and train.eval_strategy != "no" and not any(rows.validated for rows in sets):
         splits = ", ".join(sets[0].source.splits)

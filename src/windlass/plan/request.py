@@ -3,6 +3,7 @@
 from typing import Any
 
 from windlass import hardware
+from windlass.errors import UserError
 from windlass.plan.layout import AUTO, OPEN, Layout
 from windlass.runfile import Loaded, RunFile
 
@@ -11,6 +12,11 @@ def read_request(loaded: Loaded) -> Layout:
     """Return the layout that a run file requests."""
     run = loaded.run
     nodes, gpus_per_node = run.cluster.size
+    if run.layout.ranks not in (None, nodes * gpus_per_node):
+        gpus = f"{nodes} x {gpus_per_node} = {nodes * gpus_per_node} GPUs"
+        problem = f"{run.layout.ranks} ranks, but the run is planned for {gpus}"
+        hint = "leave layout.ranks out, or set cluster.nodes and cluster.gpus_per_node"
+        raise UserError(problem, loaded.where("layout.ranks"), hint, "broken-rule")
     given: dict[str, Any] = {}
     for key, open_value in OPEN.items():
         value = getattr(run.layout, key, None)

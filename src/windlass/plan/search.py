@@ -403,7 +403,7 @@ def list_overrides(c: Candidate, loaded: Loaded, kept: str) -> list[str]:
     if loaded.run.layout.activation_checkpointing is True:
         overrides.append("layout.activation_checkpointing=true")
     if layout.nodes != loaded.run.cluster.size[0]:
-        overrides.append(f"cluster.nodes={layout.nodes}")
+        overrides += [f"cluster.nodes={layout.nodes}", f"cluster.gpus_per_node={layout.gpus_per_node}"]
     accumulation = c.cost.batch.micro * c.cost.batch.accumulation // train.least_batch
     if not c.here and train.global_batch_size is not None:
         overrides.append(f"train.global_batch_size={accumulation * train.least_batch * layout.readers}")

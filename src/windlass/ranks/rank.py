@@ -98,8 +98,8 @@ class StopSignal:
 
 @contextlib.contextmanager
 def holding_stop_signals() -> Iterator[None]:
-    """Let a stop signal wait for the end of an import: an exit within that of numpy by torch is lost, and leaves half a
-    library."""
+    """Let a stop signal wait for the end of `import torch`, which loses an exit while it imports numpy, and leaves half
+    of that."""
     received: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, lambda given, _: received.append(given)) for number in numbers}

@@ -35,6 +35,7 @@ from windlass.model import Base, find_base, read_base
 from windlass.plan.resolve import resolve_auto
 from windlass.rehearse.scale import STAND_IN_VOCAB, scale_config
 from windlass.runfile import Data, Loaded, read_run_file
+from windlass.runfile.accelerate import load_accelerate
 
 MOST_ROWS = 2000  # that are read
 MOST_BYTES = 8 << 20  # of them
@@ -55,7 +56,9 @@ TOKENIZER = (  # every file that may belong to a tokenizer, and those that say w
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded = read_run_file(Path(asked["run"]), asked["overrides"])
+    loaded = read_run_file(
+        Path(asked["run"]), asked["overrides"], load_accelerate(asked["accelerate"] and Path(asked["accelerate"]))
+    )
     folder = Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     tokenizer = copy_tokenizer(base, loaded, folder / "model")

@@ -61,9 +61,12 @@ class Rehearsal:
     def overrides(self) -> list[str]:
         return [value for name, value in itertools.pairwise(self.options) if name == "--override"]
 
+    @property
+    def accelerate(self) -> Path | None:
+        return next((Path(value) for name, value in itertools.pairwise(self.options) if name == "--accelerate"), None)
+
     def load(self) -> Loaded | LoadedScript:
-        files = (Path(value) for name, value in itertools.pairwise(self.options) if name == "--accelerate")
-        return read_any(self.run, self.overrides, load_accelerate(next(files, None)))
+        return read_any(self.run, self.overrides, load_accelerate(self.accelerate))
 
     def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
         """Run a stage: timed, shown, recorded; a fault ends the rehearsal."""
@@ -225,6 +228,7 @@ def data(r: Rehearsal) -> Iterator[str]:
     request = {
         "run": str(r.run),
         "overrides": r.overrides,
+        "accelerate": r.accelerate and str(r.accelerate),
         "folder": str(r.folder),
         "experts_over": r.layout.expert_parallel,
         "sequences": EVERY * micro * accumulation * r.layout.readers,

@@ -217,7 +217,7 @@ def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[st
     settings = {**file.settings}
     notes = [*file.notes]
     problems = [*_check_cpu(settings.pop("cpu", None), run), *_spread_ranks(settings, find)]
-    _name_layout(settings, find)
+    notes += _name_layout(settings, find)
     theirs = settings.get("layout.name")
     name, naming = run.layout.named
     layout = Setting(name, where(naming), name) if naming in NAMING else None
@@ -242,19 +242,25 @@ def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[st
     return settings, [*dict.fromkeys(notes)], problems  # one key may set two
 
 
-def _name_layout(settings: dict[str, Setting], find: Find) -> None:
-    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`."""
+def _name_layout(settings: dict[str, Setting], find: Find) -> Iterator[str]:
+    """Set the layout's name by all keys that tell it: an FSDP file is never `auto`. Yield a note if the command line
+    tells another than the file does."""
     sharded = settings.pop("sharded", None)
     if sharded is None or not sharded.value:
         return
-    name = settings.get("layout.name")
+    named = name = settings.get("layout.name")
     keys = ("layout.reshard_after_forward", "layout.replicate")
     overriding = [setting if setting and setting.is_override else None for setting in map(find, keys)]
     reshard, replicas = (ours or settings.get(key) for ours, key in zip(overriding, keys, strict=True))
     if reshard and (name is None or name.value == "full-shard"):
-        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard")
+        written = find("layout.name")
+        agrees = reshard.is_override or (reshard.value and written and written.value == "hybrid")
+        is_default = named is None and bool(agrees)
+        name = reshard._replace(value="full-shard" if reshard.value else "no-reshard", is_default=is_default)
     if replicas and replicas.value > 1:
-        name = replicas._replace(value="hybrid", is_default=name is None)
+        name = replicas._replace(value="hybrid", is_default=named is None)
+        if named and replicas.is_override and named.value != "hybrid":
+            yield f"{named.where}: {named.text} is overridden by {replicas.where}"
     settings["layout.name"] = name or sharded._replace(value="full-shard", is_default=True)
 
 
@@ -276,6 +282,8 @@ def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]
     gpus = find("cluster.gpus_per_node")
     if ranks is None:
         return
+    if written and own and written.value != own.value and not written.is_override:
+        return  # the nodes disagree
     nodes = written.value if written else own.value if own else 1
     if written and written.is_override and own and own.value > 0 and ranks.value % own.value == 0:
         nodes = own.value

@@ -159,12 +159,12 @@ def read_any(
     problems += take_moved_keys(tree, places)
     if isinstance(tree.get("layout"), str):
         places["layout.name"] = places["layout"]
-    file_notes = _apply_accelerate(tree, places, accelerate, root, problems) if accelerate else []
     # A header may have nothing under it.
     tree.update({name: {} for name in SECTIONS if name in tree and tree[name] is None})
     cluster = tree.get("cluster")
     if isinstance(cluster, dict):
         cluster.update({name: {} for name in PLATFORM_SECTIONS.values() if name in cluster and cluster[name] is None})
+    file_notes = _apply_accelerate(tree, places, accelerate, root, problems) if accelerate else []
 
     swept = copy.deepcopy(tree)
     run, found = _check(tree, root, places, document.file)
@@ -369,6 +369,8 @@ def _put(tree: dict[str, Any], places: dict[str, str], steps: tuple[str, ...], v
             if step == "layout" and isinstance(inner, str):
                 places["layout.name"] = places["layout"]
                 inner = {"name": inner}
+            elif inner is not None and current is tree:
+                return  # no section: refused as it is
             else:
                 inner = {}
         current[step] = current = inner

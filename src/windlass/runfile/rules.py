@@ -246,7 +246,7 @@ def _check_machines(run: Run) -> Iterator[Clash]:
     ranks = run.layout.ranks
     nodes, gpus_per_node = cluster.size
     gpus = nodes * gpus_per_node
-    is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or isinstance(run, RunFile)
+    is_set = cluster.nodes != "auto" or cluster.gpus_per_node != "auto"
     if ranks is not None and is_set and ranks != gpus:
         what = f"{ranks} ranks, but the cluster has {nodes} x {gpus_per_node} = {gpus} GPUs"
         yield "layout.ranks cluster.nodes cluster.gpus_per_node", what, "remove layout.ranks: the cluster determines it"

@@ -157,9 +157,8 @@ def train_run(plan: Plan, session: Session) -> int:
                     console.print(other_length, style="yellow")
             set_template(tokenizer, data.template)
 
-            # 4. The base model, sharded as the layout says: each rank reads its part, and proves it against the files.
-            # An adapter that is trained on must have been trained on the same weights; what a resumed run has recorded
-            # stays until then.
+            # 4. The base model, sharded as the layout says: each rank reads its part, and proves it against the files,
+            # and that an adapter was trained on the same weights. What a resumed run has recorded stays until then.
             model, certificate = load_model(plan, session, tokenizer)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
