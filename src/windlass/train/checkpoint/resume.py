@@ -306,9 +306,9 @@ def record_failure(folder: Path) -> Iterator[None]:
     except Exception as error:
         if collectives.get_rank() == 0:
             try:
+                run_folder.update_manifest(folder, state=run_folder.FAILED)  # at once: a report may be reading
                 with contextlib.suppress(OSError):  # a full disk, on which the manifest can't grow
                     run_folder.update_manifest(folder, failure=describe_failure(error))
-                run_folder.update_manifest(folder, state=run_folder.FAILED)
             except OSError as other:
                 print(explain_write_error(folder / run_folder.MANIFEST, other), file=sys.stderr, flush=True)
         if not isinstance(error, OSError) or error.errno not in FULL:
