@@ -77,7 +77,7 @@ def _summary(plan: Plan, width: int, most: int, *, detailed: bool) -> list[Text]
     details = f"{format_plural(len(plan.notes), 'note')}, tables"
     for number, (name, text) in enumerate(paragraphs, 1):
         more = [*_paragraphs([(name, text)], width)]
-        if len(lines) + len(more) + max(0, len(plan.warnings) - number) < most:
+        if len(lines) + len(more) + len(paragraphs) - number < most:
             lines += more
         elif name == "warning":
             lines += _paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)
