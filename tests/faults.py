@@ -365,7 +365,7 @@ OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
             "the best checkpoint is wanted, but evaluation is off",
         ),
         "sets that should not get worse, and no evaluation": (
-            "data.keep={old: {path: data/train.jsonl}}",
+            "'data.keep={old: {path: data/train.jsonl}}'",
             "kept sets are measured at evaluations, and train.eval_strategy is no",
         ),
         "a target that nothing has": (
@@ -422,13 +422,13 @@ OTHERS = (
         "a sweep with one value",
         nothing,
         "plan run.yaml --override sweep.lora.r=[8]",
-        "sweep.lora.r: has one value: nothing is compared",
+        "sweep.lora.r=[8]: has one value: nothing is compared",
     ),
     Fault(
         "two trials that are the same run",
         nothing,
         "plan run.yaml --override sweep.lora.r=[8,8]",
-        "sweep.lora.r[1]: is the same as number 1",
+        "sweep.lora.r=[8,8]: is the same as number 1",
     ),
     Fault(
         "a trial whose value is invalid",
@@ -482,7 +482,7 @@ OTHERS = (
     Fault(
         "a platform whose command is not here",
         nothing,
-        "submit run.yaml --to skypilot",
+        "submit run.yaml --to skypilot --override train.output_dir=new",
         "PATH: sky is not installed here: nothing was submitted",
         environ={"PATH": "/nowhere"},
     ),
