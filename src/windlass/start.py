@@ -68,8 +68,7 @@ def train(
         if isinstance(plan, ScriptPlan):
             return run_script_rank(plan, here, command.environ, resume=resume)
         here.phase("importing the training libraries")
-        with holding_stop_signals():
-            import torch  # noqa: F401
+        import_torch()
         if plan.trials:
             from windlass.sweep.trials import train_sweep as train_plan
         else:
@@ -77,6 +76,11 @@ def train(
         return train_plan(plan, here, resume=resume, debug_freq=debug_freq, allow_other_base=allow_other_base)
 
     return run_in_ranks(make_checked_plan, work, command, resume=resume)
+
+
+def import_torch() -> None:
+    with holding_stop_signals():
+        import torch  # noqa: F401
 
 
 def leave_finished(plan: AnyPlan, *, resume: bool) -> None:
@@ -139,8 +143,7 @@ def best(
     """Evaluate every saved adapter of a run, in as many ranks as its layout has. Returns the exit code."""
 
     def work(plan: AnyPlan, here: Rank) -> int:
-        with holding_stop_signals():
-            import torch  # noqa: F401
+        import_torch()
         from windlass.best import rank_checkpoints
 
         assert isinstance(plan, Plan)
