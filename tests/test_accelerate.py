@@ -30,6 +30,7 @@ from windlass.runfile.accelerate import (
     load_key_table,
     read_accelerate,
 )
+from windlass.sizing import open_subject
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "mistral-small-4"
 FSDP = "distributed_type: FSDP\n"
@@ -349,3 +350,15 @@ def test_what_a_run_file_leaves_open_or_refines_is_no_other_layout(tmp_path: Pat
     run.write_text(top + "cluster: two\n")
     with refused("wrong-value", "run.yaml:2: cluster"):
         read_run_file(run, ["cluster.gpu=h200"])
+
+
+def test_gpus_replace_the_machines_of_both_files(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    machines = "cluster: {nodes: 2, gpus_per_node: 8, gpu: h200, network: roce-400}\n"
+    run.write_text("model: {model_name_or_path: Qwen3-8B}\n" + machines)
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("distributed_type: FSDP\nnum_machines: 3\nnum_processes: 24\nfsdp_config: {fsdp_version: 2}\n")
+    subject = open_subject(str(run), "3x8xh200", {}, (), file, lambda _: None)
+    assert subject is not None
+    layout = subject.plan().layout
+    assert (layout.name, layout.nodes, layout.gpus_per_node) == ("full-shard", 3, 8)
