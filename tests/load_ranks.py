@@ -38,7 +38,6 @@ from windlass.train.load import list_unique_tensors, load_base, view_own_part
 from windlass.train.lora import attach_adapter
 from windlass.train.sync import ReplicaGroups, to_local
 from windlass.weights import certificate, quantized
-from windlass.weights.four_bits import TABLES
 from windlass.weights.same_base import digest_files, format_total
 
 PREFIXES = {r"^language_model\.model\.": "model.", r"^language_model\.lm_head": "lm_head"}
@@ -164,7 +163,7 @@ def write_decoded(directory: Path, target: Path, kind: str) -> None:
     stored, true = list_unique_tensors(model), {}
     for name, weight in quantized.list_quantized_params(model).items():
         columns, block = weight.format.columns, weight.format.block[1]
-        numbers = torch.tensor(TABLES[kind])
+        numbers = torch.tensor(FOUR_BITS[kind].numbers)
         rows = stored.pop(name).detach().flatten(0, -2)
         codes = torch.stack([rows[:, : columns // 2] >> 4, rows[:, : columns // 2] & 15], -1).flatten(1)
         scale = rows[:, columns // 2 :].contiguous().view(torch.bfloat16).float()

@@ -39,10 +39,11 @@ from windlass.model.files import DIGEST, PUBLISHED, read_header
 from windlass.model.wrapped import outer_name, rename_keys
 from windlass.plan.layout import Layout
 from windlass.run_folder import BASE_MODEL, DATA
+from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, find_rows, open_adapter
-from windlass.weights.four_bits import TABLES, change_codes, decode_codes, make_behind, read_scales
+from windlass.weights.four_bits import change_codes, decode_codes, make_behind, read_scales
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -291,7 +292,7 @@ def test_a_merge_into_4_bits_that_loses_the_adapter_is_refused(tmp_path: Path, m
     assert "of its adapter, and rounding explains" in problems[0].problem
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", FOUR_BITS)
 def test_4_bits_preserve_small_changes_on_average(kind: str) -> None:
     """A change of a fiftieth of a step moves one code in fifty, also where a block's largest values can't grow; where
     nothing changes every code stays, both zeros too."""
@@ -306,7 +307,7 @@ def test_4_bits_preserve_small_changes_on_average(kind: str) -> None:
     moved = decode_codes(change_codes(codes, behind, block, kind, change, dither), behind, block, kind) - base
     assert 0.005 < float((moved != 0).double().mean()) < 0.2
     assert float((moved * change).sum() / change.square().sum()) == pytest.approx(1, abs=0.07)
-    numbers = torch.tensor(sorted(set(TABLES[kind])))
+    numbers = torch.tensor(sorted(set(FOUR_BITS[kind].numbers)))
     largest = float((numbers[1:] - numbers[:-1]).max()) * float(
         read_scales(behind, kind, block, (0, 0, rows, columns))[0].float().max()
     )

@@ -55,7 +55,7 @@ def store(linear: nn.Linear, kind: str) -> QuantizedLinear:
     layer = QuantizedLinear(linear, StoredFormat(torch.uint8, (1, block), torch.bfloat16, kind, INPUTS, scales))
     codes, behind = four_bits.split_rows(layer.weight.data, INPUTS, scales)
     codes.random_(256)
-    size = (0.06 if kind == "uint4" else 0.12) / max(four_bits.TABLES[kind])  # zero points double its values
+    size = (0.06 if kind == "uint4" else 0.12) / max(FOUR_BITS[kind].numbers)  # zero points double its values
     behind.copy_(four_bits.make_behind(torch.full((OUTPUTS, math.ceil(INPUTS / block)), size), kind, torch.bfloat16))
     return layer
 

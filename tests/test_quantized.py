@@ -269,6 +269,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
             assert torch.equal(one, found[1])
 """
 KERNEL += """
+from windlass.settings import FOUR_BITS
 from windlass.weights import four_bits
 from windlass.weights.dequantize_kernel import dequantize_four_bits
 far = torch.empty(3 * 2**30 + 64, dtype=torch.uint8)  # four rows of it are touched: more than 2^31 elements apart
@@ -296,7 +297,7 @@ for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float
     codes, scale = four_bits.split_rows(rows, 2112, dtype)
     numbers = torch.rand(scale.shape, generator=dice)
     scale.copy_((20 * numbers - 10).round().exp2() if side == 32 else numbers)
-    units = torch.tensor(four_bits.TABLES[kind])[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).long()]
+    units = torch.tensor(FOUR_BITS[kind].numbers)[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).long()]
     wanted = units * scale.float().repeat_interleave(side, -1)
     assert torch.equal(four_bits.decode_codes(codes, scale, side, kind), wanted), kind
     for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):

@@ -56,6 +56,7 @@ from windlass.train.kernels.lora_linear import check_lora_linears
 from windlass.train.run import train_rank
 from windlass.weights import four_bits, quantized
 from windlass.weights.expert_shards import view_by_expert
+from windlass.weights.reading import DTYPES
 
 LIMIT_SECONDS: Final = 170.0
 COMMAND: Final = (sys.executable, "-m", "windlass.self_test")
@@ -69,12 +70,7 @@ OVER_PLAN: Final = 1.25
 WORKSPACE_GIB: Final = 0.0625
 EXPERTS: Final = 8
 BEGUN: Final = "did not end"
-PACKED: Final = {  # columns a scale, its dtype
-    "mxfp4": (32, torch.bfloat16),
-    "published nf4": (64, torch.float32),
-    "nvfp4": (16, torch.uint8),
-    "uint4": (32, torch.bfloat16),
-}
+PACKED: Final = ("mxfp4", "published nf4", "nvfp4", "uint4")  # read, and never made
 REFERENCES: Final = ("bf16", "nf4")  # FP8 as published has the same values in 16 bits
 CPU_ALONE: Final = "WINDLASS_SELF_TEST_CPU"  # the process that trains on the CPU: for so many ranks
 SEND: Final = "and send self-test.json with your report"
@@ -362,13 +358,15 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.StoredFormat,
         scale = compare.make_numbers(cpu, count, 3, 3).abs() + 0.1
         decoded = codes.float() * scale.repeat_interleave(16, 1).repeat_interleave(128, 2)[..., :columns]
         return coding, codes.view(torch.uint8).to(device), scale.to(device), decoded
-    block, dtype = PACKED.get(kind) or (FOUR_BITS[kind].block, torch.bfloat16)
+    form = FOUR_BITS[kind.split()[-1]]
+    block = form.block
+    dtype = DTYPES[form.kept] if kind in PACKED and form.kept else torch.bfloat16
     coding = quantized.StoredFormat(torch.uint8, (1, block), torch.bfloat16, kind.split()[-1], columns, dtype)
     codes = torch.empty(count, rows, four_bits.row_bytes(columns, block, dtype, coding.kind), dtype=torch.uint8)
     code_bytes, behind = four_bits.split_rows(codes, columns, dtype)
     if kind not in PACKED:
         four_bits.quantize(values, kind, codes)
-    else:  # read, and never made
+    else:
         code_bytes.copy_(torch.arange(code_bytes.numel()).view_as(code_bytes) % 251)
         first = values[..., ::block]  # of each block
         scales = first.round().exp2() if kind == "mxfp4" else first.abs() + 0.1

@@ -6,11 +6,23 @@ from typing import Final, NamedTuple
 
 
 class FourBits(NamedTuple):
-    """A way to store weights in 4 bits, with one scale per block of a row."""
+    """A way to store weights in 4 bits: codes, two in a byte, with a scale per block of a row.
 
-    block: int
-    error: float  # relative RMS error of normally distributed weights
-    scale: int = 2  # bytes per scale
+    All that is particular to a format is here, but how its tensors are found (model/packed.py), its scales decoded
+    (weights/fill.py), and both a second time (weights/certificate.py).
+    """
+
+    block: int  # columns that share a scale, if nothing in a checkpoint says how many
+    numbers: tuple[float, ...]  # what the 16 codes stand for
+    scale: int = 2  # bytes kept for each block: its scale, its zero point
+    error: float = 0.0  # relative RMS error of normally distributed weights, where windlass quantizes them
+    beside: tuple[str, ...] = ()  # how names of stored tensors beside `_packed` end: compressed-tensors' formats
+    kept: str = ""  # dtype of what is kept behind the codes of published rows, as safetensors spells it; "": as stored
+    first_is_upper: bool = False  # in a byte, as stored
+    is_signed: bool = False  # scales may be below zero
+    is_divided: bool = False  # scales are in 8 bits, and one number of each matrix divides them
+    has_zero_points: bool = False  # which are subtracted from the codes' numbers
+    empty: tuple[float, ...] = (0.0,)  # numbers of a block of zeros
 
     @property
     def bytes(self) -> float:
@@ -20,16 +32,24 @@ class FourBits(NamedTuple):
 
 # --- dtypes of the base ---
 
-# nf4 in blocks of 64 is bitsandbytes' format. windlass reads the others but never makes them. nvfp4, int4 (symmetric)
-# and uint4 (with zero points, which take as many bytes as scales) are compressed-tensors', whose config has the block.
+NORMAL: Final = (  # quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes has them in float32
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FLOATS: Final = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+INTEGERS: Final = tuple(map(float, range(-8, 8)))
+# nf4 is bitsandbytes' format; its scales may be below zero, since it rounds them, and it writes the lowest number for
+# zeros on a GPU. windlass reads the others but never makes them: gpt_oss's, and compressed-tensors', whose config has
+# the block. AutoRound's int4 has the sign of a block's largest value in its scale.
 FOUR_BITS: Final = {
-    "nf4": FourBits(64, 0.092),
-    "mxfp4": FourBits(32, 0),
-    "nvfp4": FourBits(16, 0, 1),
-    "int4": FourBits(128, 0),
-    "uint4": FourBits(128, 0, 4),
+    "nf4": FourBits(64, NORMAL, error=0.092, kept="F32", first_is_upper=True, is_signed=True, empty=(0.0, -1.0)),
+    "mxfp4": FourBits(32, FLOATS, kept="BF16"),
+    "nvfp4": FourBits(16, FLOATS, 1, beside=("_scale", "_global_scale"), kept="U8", is_divided=True),
+    "int4": FourBits(128, INTEGERS, beside=("_scale",), is_signed=True),
+    "uint4": FourBits(128, INTEGERS, 4, beside=("_scale", "_zero_point"), has_zero_points=True),
 }
-PUBLISHED_NF4: Final = FourBits(64, 0, 4)  # bitsandbytes' scales are exact in float32 alone
+PUBLISHED_NF4: Final = FOUR_BITS["nf4"]._replace(scale=4, error=0.0)  # its scales are exact in float32 alone
 PUBLISHED: Final = ("fp8", "mxfp4", "nvfp4", "int4", "uint4")  # only for checkpoints published in this dtype
 # Suffix of a layout's name for the dtype of its base.
 IN_NAMES: Final = {name: f", {name.upper()}" for name in ("fp8", *FOUR_BITS)}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from windlass.export.deltas import Factors
 from windlass.model import Piece
+from windlass.settings import FOUR_BITS
 from windlass.weights import four_bits
 from windlass.weights.fill import FillSource, LocalPart, fill_codes, fill_values, kept_scales, to_file_order
 from windlass.weights.reading import DTYPES, Box, Files, block_side, expand_scale, read_box, read_scale, to_float32
@@ -141,7 +142,7 @@ class MergedTensor:
             merged = merged.mT
             dither = dither.mT
         codes = four_bits.change_codes(codes, scales, packed.block, packed.kind, merged - base, dither)
-        return codes if packed.kind == "nf4" else codes << 4 | codes >> 4
+        return codes if FOUR_BITS[packed.kind].first_is_upper else codes << 4 | codes >> 4
 
     def new_scale(self) -> Tensor:
         """Return the base's scale, doubled as often as the peak of its block needs."""

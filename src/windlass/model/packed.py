@@ -13,14 +13,18 @@ from math import ceil, prod
 from typing import Final
 
 from windlass.model.parameters import Packed, Piece, Stored
+from windlass.settings import FOUR_BITS
 
 BLOCKS = "_blocks"
 PACKED = "_packed"
-# compressed-tensors' formats: what is stored beside the codes.
-BESIDE: Final = {"nvfp4": ("_scale", "_global_scale"), "int4": ("_scale",), "uint4": ("_scale", "_zero_point")}
 SCALES = "_scales"
 STATE: Final = ".quant_state.bitsandbytes__nf4"
 NESTED: Final = (".nested_absmax", ".nested_quant_map")  # present if the scales are quantized themselves
+
+
+def list_beside(method: str) -> tuple[str, ...]:
+    """Return how the names of tensors end that compressed-tensors stores beside the codes of 4 bits."""
+    return FOUR_BITS[method].beside if method in FOUR_BITS else ()
 
 
 def find_packed(stored: Mapping[str, Stored], method: str) -> dict[str, tuple[Stored, ...]]:
@@ -29,11 +33,12 @@ def find_packed(stored: Mapping[str, Stored], method: str) -> dict[str, tuple[St
     Of compressed-tensors' weights those that are missing are left out.
     """
     packed: dict[str, tuple[Stored, ...]] = {}
+    beside = list_beside(method)
     for key, tensor in stored.items():
-        if method in BESIDE and key.endswith(PACKED):
+        if beside and key.endswith(PACKED):
             name = key.removesuffix(PACKED)
-            beside = (stored.get(f"{name}{end}") for end in BESIDE[method])
-            packed[name] = tensor, *(part for part in beside if part)
+            found = (stored.get(f"{name}{end}") for end in beside)
+            packed[name] = tensor, *(part for part in found if part)
             continue
         if key.endswith(STATE):
             name = key.removesuffix(STATE)
@@ -82,6 +87,7 @@ def make_compressed_piece(
     kind: str, parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], group: int
 ) -> Piece | None:
     """Do the same for a matrix of compressed-tensors' format `kind`, with a scale per `group` columns (0: per row)."""
+    form = FOUR_BITS[kind]
     codes, scales, *more = parts
     if len(shape) != 2 or not shape[1]:
         return None
@@ -90,15 +96,15 @@ def make_compressed_piece(
     groups = columns // block
     width = {"U8": 2, "I32": 8}.get(codes.dtype, columns)
     fits = (
-        (codes.dtype == "U8") == (kind == "nvfp4")
+        (codes.dtype == "U8") == form.is_divided
         and codes.shape == (rows, columns // width)
         and scales.shape == (rows, groups)
         and (columns % width, columns % block, block % 2) == (0, 0, 0)
-        and scales.dtype in (("F8_E4M3",) if kind == "nvfp4" else ("BF16", "F16", "F32"))
+        and scales.dtype in (("F8_E4M3",) if form.is_divided else ("BF16", "F16", "F32"))
     )
-    if kind == "nvfp4":
+    if form.is_divided:
         fits = fits and (more[0].dtype, prod(more[0].shape)) == ("F32", 1)
-    if kind == "uint4":
+    if form.has_zero_points:
         fits = fits and (more[0].dtype, more[0].shape) == ("I32", (ceil(rows / 8), groups))
     if not fits:
         return None

@@ -14,7 +14,7 @@ from windlass.model.files import (
     abbreviate,
     have_equal_bytes,
 )
-from windlass.model.packed import BESIDE, PACKED, find_packed, make_compressed_piece, make_packed_piece
+from windlass.model.packed import PACKED, find_packed, list_beside, make_compressed_piece, make_packed_piece
 from windlass.model.parameters import Base, Parameter, Piece, Spelling, Stored
 
 WEIGHT_DTYPES: Final = ("F64", "F32", "F16", "BF16")
@@ -106,7 +106,7 @@ def _find_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of a parameter; add what is wrong with them to `faults`, by kind."""
     for name, shape, offset in _list_stored_parts(parameter, stored.keys() | packed.keys()):
-        if name in packed and len(packed[name]) <= len(BESIDE.get(base.method, ())):
+        if name in packed and len(packed[name]) <= len(list_beside(base.method)):
             faults[NO_SCALE].append(packed[name][0].key)
         elif name in packed:
             piece = _make_piece(base, packed[name], shape, offset, transposed=parameter.transposed)
@@ -128,7 +128,7 @@ def _find_pieces(
 def _make_piece(
     base: Base, parts: tuple[Stored, ...], shape: tuple[int, ...], offset: tuple[int, ...], *, transposed: bool
 ) -> Piece | None:
-    if base.method not in BESIDE:
+    if not list_beside(base.method):
         return make_packed_piece(parts, shape, offset, transposed=transposed)
     group = (base.quantization or {})["group_size"]
     return None if transposed else make_compressed_piece(base.method, parts, shape, offset, group)

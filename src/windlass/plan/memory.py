@@ -142,7 +142,7 @@ def stored_bytes(work: Workload) -> ElementBytes:
         four = PUBLISHED_NF4 if name == "NF4" and work.shape.published == "nf4" else four
         if "group_size" in quantization:
             four = four._replace(block=quantization["group_size"] or work.shape.hidden)
-        of_rows = FLOAT / work.shape.hidden if name == "NVFP4" else 0.0
+        of_rows = FLOAT / work.shape.hidden if four.is_divided else 0.0
         return ElementBytes(work.base_bytes, four.bytes + of_rows, name)
     if name != "FP8" or work.shape.base.quantization is None:
         return ElementBytes(work.base_bytes, work.base_bytes)
@@ -395,7 +395,8 @@ def _dequantized_rows(work: Workload, t: Tokens) -> list[MemoryRow]:
         return []
     shape = work.shape
     narrow = [p for layer, _ in shape.kinds for p in layer.parameters if p.name in shape.narrow]
-    scales = FLOAT / FOUR_BITS["nvfp4"].block if work.layout.base_dtype == "nvfp4" else 0.0  # themselves decoded
+    four = FOUR_BITS.get(work.layout.base_dtype)
+    scales = FLOAT / four.block if four and four.is_divided else 0.0  # themselves decoded
     if work.on_cpu:  # one expert at a time, in float32 and then in the products' dtype
         widest = max((prod(p.shape[-2:]) for p in narrow), default=0)
         bytes_each = FLOAT + (t.width if t.width < FLOAT else 0) + scales

@@ -24,7 +24,6 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from windlass.model import Base, Parameter, Piece
 from windlass.ranks.collectives import all_gather
 from windlass.settings import FOUR_BITS
-from windlass.weights.four_bits import TABLES
 from windlass.weights.quantized import QuantizedParam, StoredFormat
 from windlass.weights.reading import Box, intersect, locate_piece, to_stored_box
 
@@ -223,13 +222,13 @@ def is_same(row: Tensor, expected: Tensor, coding: StoredFormat) -> bool:
 
 def decode_row(row: Tensor, coding: StoredFormat) -> tuple[Tensor, Tensor]:
     """Return the numbers and the scale of each block of a row."""
-    numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
+    numbers = torch.tensor(FOUR_BITS[coding.kind].numbers, dtype=torch.float64)
     codes = row[: coding.columns // 2]
     behind = row[coding.columns // 2 :].view(coding.scales)
     units = split_blocks(numbers[torch.stack([codes // 16, codes % 16], -1).flatten().long()], coding)
-    if coding.kind == "nvfp4":
+    if FOUR_BITS[coding.kind].is_divided:
         behind = behind[: len(units)].view(torch.float8_e4m3fn).float() / behind[-4:].view(torch.float32)
-    if coding.kind == "uint4":
+    if FOUR_BITS[coding.kind].has_zero_points:
         units = units - behind[len(units) :].double()[:, None]
     return units, behind[: len(units)].double()
 
@@ -246,7 +245,7 @@ def is_nearest(row: Tensor, expected: Tensor, coding: StoredFormat) -> bool:
     largest = blocks.abs().amax(-1)
     if not torch.equal(scale, largest.float().bfloat16().double()):
         return False
-    numbers = torch.tensor(TABLES[coding.kind], dtype=torch.float64)
+    numbers = torch.tensor(FOUR_BITS[coding.kind].numbers, dtype=torch.float64)
     true_units = blocks / torch.where(largest == 0, 1.0, largest)[:, None]
     least_error = (true_units[..., None] - numbers).abs().amin(-1)
     return bool(((true_units - units).abs() <= least_error + 1e-6).all())

@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.model import Parameter, Piece
-from windlass.settings import CONVERTED_VALUES
+from windlass.settings import CONVERTED_VALUES, FOUR_BITS
 from windlass.weights import four_bits
 from windlass.weights.blanks import Blanks
 from windlass.weights.digest import MODULUS, digest_box
@@ -265,7 +265,7 @@ def read_packed(
     codes, scales = tensors
     if source.blanks is not None:
         source.blanks.add(piece.stored, (*there[:-1], (0, piece.stored.shape[-1])), codes)
-    if piece.packed.kind != "nf4":  # the lower half of a byte comes first
+    if not FOUR_BITS[piece.packed.kind].first_is_upper:
         codes = codes << 4 | codes >> 4
     kept = decode(scales, there)
     require_sound_scales(piece, codes, kept)
@@ -280,11 +280,11 @@ def require_sound_scales(piece: Piece, codes: Tensor, kept: Tensor) -> None:
     kind = piece.packed.kind
     place = (0, 0, codes.shape[-2], 2 * codes.shape[-1])
     scales, zeros, _ = four_bits.read_scales(kept, kind, piece.packed.block, place)
-    require_scales(scales, piece.scale.key, signed=kind in four_bits.SIGNED)
+    require_scales(scales, piece.scale.key, signed=FOUR_BITS[kind].is_signed)
     if bool((scales == 0).any()):
         units = four_bits.code_pair_table(kind, codes.device)[codes.int()].view(*scales.shape, -1)
         units = units if zeros is None else units - zeros[..., None]
-        empty = units.new_tensor(four_bits.EMPTY.get(kind, (0.0,)))
+        empty = units.new_tensor(FOUR_BITS[kind].empty)
         require_no_erased(torch.isin(units, empty), scales[..., None], piece.stored.key)
 
 
@@ -301,8 +301,7 @@ def kept_scales(piece: Piece) -> torch.dtype:
     """Return the dtype of what is behind the codes of a packed piece's rows."""
     assert piece.packed is not None
     assert piece.scale is not None
-    fixed = {"nf4": torch.float32, "mxfp4": torch.bfloat16, "nvfp4": torch.uint8}
-    return fixed.get(piece.packed.kind) or DTYPES[piece.scale.dtype]
+    return DTYPES[FOUR_BITS[piece.packed.kind].kept or piece.scale.dtype]
 
 
 def write_decoded(part: LocalPart, piece: Piece, box: Box, codes: Tensor, scales: Tensor) -> None:
@@ -343,31 +342,41 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
     """Return a function from stored scales of a 4-bit piece to those that are kept, and the digest of the tensors
     behind it."""
     assert piece.packed is not None
+    more = piece.packed.more
+    tensors = [read_tensor(stored, files) for stored in more]
+    digest = sum(digest_tensor(stored, values, files) for stored, values in zip(more, tensors, strict=True))
+    return DECODERS[piece.packed.kind](piece, tensors), digest
+
+
+def decode_powers(_piece: Piece, _more: Sequence[Tensor]) -> ScaleDecoder:
+    powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
+    return lambda scales, _: powers[scales.int()]
+
+
+def keep_factor(piece: Piece, more: Sequence[Tensor]) -> ScaleDecoder:
+    assert piece.packed is not None
+    factor = more[0].reshape(1)
+    require_scales(1 / factor, piece.packed.more[0].key)
+    return lambda scales, _: four_bits.join_factor(scales, factor)
+
+
+def keep_scales(_piece: Piece, _more: Sequence[Tensor]) -> ScaleDecoder:
+    return lambda scales, _: scales
+
+
+def unpack_zero_points(_piece: Piece, more: Sequence[Tensor]) -> ScaleDecoder:
+    words = more[0][:, None] >> torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+    zeros = (words & 15).flatten(0, 1) - 8  # packed down the rows
+    return lambda scales, box: torch.cat([scales, zeros[slice(*box[-2])].to(scales.dtype)], -1)
+
+
+def decode_nested(piece: Piece, more: Sequence[Tensor]) -> ScaleDecoder:
+    """Decode as bitsandbytes: blocks of scales run through all rows, each with its own scale, all with one mean."""
+    assert piece.packed is not None
     assert piece.scale is not None
     key = piece.scale.key
     groups = piece.scale.shape[-1]
-    if piece.packed.kind == "mxfp4":
-        powers = torch.tensor([*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan])
-        return lambda scales, _: powers[scales.int()], 0
-    tensors = [read_tensor(stored, files) for stored in piece.packed.more]
-    digest = sum(
-        digest_tensor(stored, values, files) for stored, values in zip(piece.packed.more, tensors, strict=True)
-    )
-    if piece.packed.kind == "nvfp4":
-        factor = tensors[0].reshape(1)
-        require_scales(1 / factor, piece.packed.more[0].key)
-        return lambda scales, _: four_bits.join_factor(scales, factor), digest
-    if piece.packed.kind == "int4":
-        return lambda scales, _: scales, digest
-    if piece.packed.kind == "uint4":
-        words = tensors[0][:, None] >> torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
-        zeros = (words & 15).flatten(0, 1) - 8  # packed down the rows
-
-        def shifted(scales: Tensor, box: Box) -> Tensor:
-            return torch.cat([scales, zeros[slice(*box[-2])].to(scales.dtype)], -1)
-
-        return shifted, digest
-    state, table, *nested = tensors
+    state, table, *nested = more
     numbers_of_nf4 = four_bits.code_table("nf4", table.device).tolist()
     try:
         description = json.loads(bytes(state.tolist()))
@@ -378,17 +387,23 @@ def read_scale_decoder(piece: Piece, files: Files) -> tuple[ScaleDecoder, int]:
             raise ValueError(facts)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError(f"{piece.packed.more[0].key!r} does not describe its weight") from None
-    for largest, stored in zip(nested[:1], piece.packed.more[2:], strict=False):
-        require_scales(largest, stored.key)
+    if not nested:
+        return lambda scales, _: require_scales(scales, key)
+    largest, numbers = nested
+    require_scales(largest, piece.packed.more[2].key)
 
     def scale(codes: Tensor, box: Box) -> Tensor:
-        """Decode as bitsandbytes does: blocks of scales run through all rows, each with its own scale, all with one
-        mean."""
-        if not nested:
-            return require_scales(codes, key)
-        largest, numbers = nested
         first = box[-2][0] * groups
         places = torch.arange(first, first + codes.numel()).view(codes.shape) // block
         return numbers[codes.int()] * largest[places] + mean
 
-    return scale, digest
+    return scale
+
+
+DECODERS: Final = {
+    "nf4": decode_nested,
+    "mxfp4": decode_powers,
+    "nvfp4": keep_factor,
+    "int4": keep_scales,
+    "uint4": unpack_zero_points,
+}

@@ -19,31 +19,18 @@ from torch.nn.functional import pad
 
 from windlass.settings import FOUR_BITS
 
-TABLES: Final[dict[str, tuple[float, ...]]] = {
-    "nf4": (  # quantiles of the normal distribution (QLoRA, appendix E), as bitsandbytes has them in float32
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
-}
-TABLES["mxfp4"] = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-TABLES["nvfp4"] = TABLES["mxfp4"]
-TABLES["int4"] = TABLES["uint4"] = tuple(map(float, range(-8, 8)))
-# AutoRound's int4 has the sign of a block's largest value in its scale; nf4 rounds scales twice, small ones below zero.
-SIGNED: Final = ("int4", "nf4")
-EMPTY: Final = {"nf4": (0.0, -1.0)}  # the numbers of a block of zeros; bitsandbytes writes the lowest on a GPU
 LEAST: Final = 1e-38  # smallest scale: the reciprocal of a smaller one is infinite
 
 
 @functools.cache
 def code_table(kind: str, device: torch.device) -> Tensor:
-    return torch.tensor(TABLES[kind], device=device)
+    return torch.tensor(FOUR_BITS[kind].numbers, device=device)
 
 
 @functools.cache
 def code_levels(kind: str, device: torch.device) -> Tensor:
     """Return the different numbers in order; two codes of NVFP4 and MXFP4 are zero."""
-    return torch.tensor(sorted(set(TABLES[kind])), device=device)
+    return torch.tensor(sorted(set(FOUR_BITS[kind].numbers)), device=device)
 
 
 @functools.cache
@@ -55,13 +42,15 @@ def code_pair_table(kind: str, device: torch.device) -> Tensor:
 
 def row_bytes(columns: int, block: int, scale: torch.dtype = torch.bfloat16, kind: str = "") -> int:
     groups = math.ceil(columns / block)
-    if kind == "nvfp4":
+    if kind and FOUR_BITS[kind].is_divided:
         groups += -groups % 4 + 4
-    return columns // 2 + scale.itemsize * groups * (2 if kind == "uint4" else 1)
+    if kind and FOUR_BITS[kind].has_zero_points:
+        groups *= 2
+    return columns // 2 + scale.itemsize * groups
 
 
 def join_factor(scales: Tensor, factor: Tensor) -> Tensor:
-    """Return what is behind the codes of nvfp4 rows: their scales in 8 bits, and the number that divides them."""
+    """Return what is behind the codes of rows: their scales in 8 bits, and the number that divides them."""
     groups = scales.shape[-1]
     behind = torch.zeros((*scales.shape[:-1], groups + -groups % 4 + 4), dtype=torch.uint8, device=scales.device)
     behind[..., :groups] = scales.view(torch.uint8)
@@ -71,10 +60,10 @@ def join_factor(scales: Tensor, factor: Tensor) -> Tensor:
 
 def make_behind(scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Return what would be behind the codes of rows with about these scales."""
-    if kind == "nvfp4":
+    if FOUR_BITS[kind].is_divided:
         factor = torch.tensor(37.1, device=scales.device)
         return join_factor((scales * factor).to(torch.float8_e4m3fn), factor)
-    if kind == "uint4":
+    if FOUR_BITS[kind].has_zero_points:
         scales = torch.cat([scales, torch.arange(scales.numel(), device=scales.device).view(scales.shape) % 16 - 8], -1)
     return scales.to(dtype)
 
@@ -86,10 +75,10 @@ def read_scales(behind: Tensor, kind: str, block: int, place: Sequence[int]) -> 
     top, left, rows, columns = place
     behind = behind[..., top : top + rows, :]
     groups = slice(left // block, math.ceil((left + columns) / block))
-    if kind == "nvfp4":
+    if FOUR_BITS[kind].is_divided:
         scales = behind[..., :-4][..., groups].view(torch.float8_e4m3fn).float()
         return scales.div_(behind[..., -4:].view(torch.float32)), None, left % block
-    if kind == "uint4":
+    if FOUR_BITS[kind].has_zero_points:
         scales, zeros = behind.chunk(2, -1)
         return scales[..., groups], zeros[..., groups], left % block
     return behind[..., groups], None, left % block

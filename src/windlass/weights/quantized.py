@@ -17,16 +17,14 @@ To add a format:
 
 | step                                           | place                                                     |
 |------------------------------------------------|-----------------------------------------------------------|
-| its name, its block, its bytes per weight      | `FOUR_BITS` or `PUBLISHED` in settings.py                 |
+| its name, its block, its numbers and scales    | `FOUR_BITS`, or `PUBLISHED`, in settings.py               |
 | its keys in a checkpoint: codes, scales        | `scale_suffix` in model/parameters.py, model/packed.py    |
 | its method in config.json, and that it is read | `_check_quantization`, `READS` in model/config.py         |
 | its kind, of a checkpoint's tensors            | `make_packed_piece` in model/packed.py                    |
 | which weights have it, and its name            | model/quantization.py                                     |
 | its name in a run file and in a layout         | `base_dtype` in runfile/machines.py, `IN_NAMES`           |
-| the 16 numbers of its codes                    | `TABLES` in four_bits.py                                  |
-| its codes and scales in a row                  | `row_bytes`, `read_scales`, `make_behind` in four_bits.py |
-| its codes and scales as published              | `read_scale_decoder`, `write_packed` in fill.py           |
-| the dtype of its scales                        | `kept_scales` in fill.py                                  |
+| its scales as published                        | `DECODERS` in fill.py                                     |
+| scales that no column of `FOUR_BITS` describes | `row_bytes`, `read_scales`, `make_behind` in four_bits.py |
 | `StoredFormat` of a parameter                  | `choose_format` in train/kernels/products.py              |
 | decoding in one pass on a GPU                  | dequantize_kernel.py, `kernel_is_exact`                   |
 | decoding a second way, as its publisher does   | `Disk`, `decode_row` in certificate.py                    |
@@ -45,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import SlowerWarning
+from windlass.settings import FOUR_BITS
 from windlass.weights import four_bits
 from windlass.weights.expert_shards import get_expert_shard
 from windlass.weights.reading import to_float32
@@ -133,8 +132,7 @@ def kernel_is_exact(
     per_byte = 2 if kind else 1
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     try:
-        small = (1, 16 if kind == "nvfp4" else 32)
-        for block in (small, (1, 64)) if kind else ((rows, columns), (16, 128)):
+        for block in ((1, min(32, FOUR_BITS[kind].block)), (1, 64)) if kind else ((rows, columns), (16, 128)):
             shape = (experts, math.ceil(rows / block[0]), math.ceil(per_byte * columns / block[1]))
             scale = (torch.arange(math.prod(shape), device=device) + 1.1).mul_(1.3e-4).view(shape)
             scale = four_bits.make_behind(scale, kind, scales) if kind else scale.to(scales)
