@@ -107,28 +107,28 @@ def connect(
     plan: Plan, here: Rank, *, resume: bool = False, debug_freq: int | None = None, allow_other_base: bool = False
 ) -> Session:
     """Connect to the other ranks. Only rank 0 prints."""
-    job = plan.run
+    run = plan.run
     console = make_console(here)
     stop_signal = StopSignal()
     report = BackgroundReport(plan.folder)
     unwritten = WriteGuard(console.print)
     require_device(plan)
-    create_process_group(here, job.train.ddp_timeout, make_environment(os.environ, job, plan.folder))
+    create_process_group(here, run.train.ddp_timeout, make_environment(os.environ, run, plan.folder))
     collectives.check_links(get_device())
-    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
-    options = Options(resume or job.train.resume == "auto", debug_freq, allow_other_base)
+    collectives.set_timeout(max(LOADING_SECONDS, run.train.ddp_timeout))
+    options = Options(resume or run.train.resume == "auto", debug_freq, allow_other_base)
     return Session(here, console, stop_signal, report, unwritten, fingerprint_base(plan.base), options)
 
 
 def train_run(plan: Plan, session: Session) -> int:
     """Train a run on the base of this session, which other runs may share."""
-    job = plan.run
+    run = plan.run
     folder = plan.folder
     here = session.here
     console = session.console
     unwritten = session.unwritten
     allow_other_base = session.options.allow_other_base
-    collectives.set_timeout(max(LOADING_SECONDS, job.train.ddp_timeout))
+    collectives.set_timeout(max(LOADING_SECONDS, run.train.ddp_timeout))
 
     with contextlib.ExitStack() as held:  # the lock of the run folder
         # 2. Claim the run folder: a new one, or an unfinished one to continue. A finished one is never touched.
@@ -162,7 +162,7 @@ def train_run(plan: Plan, session: Session) -> int:
             model, certificate = load_model(plan, session, tokenizer)
             for note in certificate["notes"]:
                 console.print(f"warning: base: {note}", style="yellow")
-            collectives.set_timeout(job.train.ddp_timeout)
+            collectives.set_timeout(run.train.ddp_timeout)
             digest = certificate["base_digest"]
             other = require_base_of(from_checkpoint, plan, digest, allow_other=allow_other_base, say=console.print)
             base = describe_base(plan.base, digest, other, certificate["quantisation"])
@@ -172,8 +172,8 @@ def train_run(plan: Plan, session: Session) -> int:
             if line:
                 console.print(f"base      {line}; the files hold other weights than the adapter is trained on")
             if from_checkpoint is not None:
-                facts = {**describe_run(plan, session.identity), **base}
-                collectives.run_on_rank_0(partial(begin_run, plan, facts, from_checkpoint, unwritten))
+                begun = {**describe_run(plan, session.identity), **base}
+                collectives.run_on_rank_0(partial(begin_run, plan, begun, from_checkpoint, unwritten))
                 write_on_rank_0(session, folder / DATA, data.audit)
             write_on_rank_0(session, folder / LOAD, certificate)
             if here.rank == 0:
@@ -183,10 +183,10 @@ def train_run(plan: Plan, session: Session) -> int:
             # 5. The adapter: the plan's modules and counts, the same on every rank, or stop.
             here.phase("attaching the adapter")
             # A run that began with an adapter continues from its own checkpoint, which has all of it.
-            given = {"adapter": str(from_checkpoint)} if from_checkpoint and job.lora.adapter else {}
-            trained = (*plan.adapter.in_full, *plan.adapter.biases) if job.train.evaluation != "no" else ()
+            given = {"adapter": str(from_checkpoint)} if from_checkpoint and run.lora.adapter else {}
+            trained = (*plan.adapter.in_full, *plan.adapter.biases) if run.train.evaluation != "no" else ()
             base_alone = BaseAlone(model, trained)
-            model = attach_adapter(model, job.lora.model_copy(update=given), plan.adapter, job.train.seed)
+            model = attach_adapter(model, run.lora.model_copy(update=given), plan.adapter, run.train.seed)
             assert_sharded(model, plan.layout)
 
             # 6. Batches, optimizer, evaluation, checkpoints, and the loop that calls them.
@@ -194,7 +194,7 @@ def train_run(plan: Plan, session: Session) -> int:
             facts = {**describe_run(plan, session.identity), **base, **fingerprints}
             loop = make_loop(plan, session, model, data, tokenizer, base_alone, facts=facts)
             session.base.undo.callback(loop.model.patches.undo)
-            if job.train.compile:
+            if run.train.compile:
                 session.base.undo.callback(torch.compiler.reset)  # the next run compiles as it would alone
 
         # 7. Train. The first steps prove that gradients reach every part of the adapter.
@@ -203,7 +203,7 @@ def train_run(plan: Plan, session: Session) -> int:
         with loop.watch, record_failure(folder), contextlib.ExitStack() as stack:
             for part in (loop.saver, loop.progress, loop.trackers, loop.recorder):
                 stack.callback(part.close)
-            if job.objective.has_reference:
+            if run.objective.has_reference:
                 here.phase("computing the reference")
                 validation = {"validation": loop.evaluator.batches} if loop.evaluator else {}
                 loop.stopped = not attach_reference(
@@ -378,27 +378,27 @@ def make_loop(
     if train.eval_strategy != "no" and data.validation is not None:
         validation = make_validation_batches(plan, data, tokenizer.pad_token_id, cut)
         evaluator = Evaluator(
-            plan.run,
-            validation,
-            trained,
-            session.stop_signal,
-            recorder,
-            progress,
-            base_alone,
-            find_base_figures(plan, session, data, facts, recorder.unwritten),
-            make_kept_batches(plan, data, tokenizer.pad_token_id),
+            run=plan.run,
+            batches=validation,
+            model=trained,
+            stop_signal=session.stop_signal,
+            recorder=recorder,
+            progress=progress,
+            base=base_alone,
+            base_figures=find_base_figures(plan, session, data, facts, recorder.unwritten),
+            kept=make_kept_batches(plan, data, tokenizer.pad_token_id),
         )
         if train.sample is not None:
             samples = Samples(
-                read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
-                train.sample,
-                tokenizer,
-                plan.run.data.length,
-                plan.batch.tokens // plan.layout.context_parallel,
-                trained,
-                session.stop_signal,
-                recorder,
-                progress,
+                prompts=read_prompts(train.sample, tokenizer, data.validation, plan.run.data.length, plan.where),
+                settings=train.sample,
+                tokenizer=tokenizer,
+                max_length=plan.run.data.length,
+                tokens=plan.batch.tokens // plan.layout.context_parallel,
+                model=trained,
+                stop_signal=session.stop_signal,
+                recorder=recorder,
+                progress=progress,
             )
     is_saved = partial(length.is_due, strategy=train.save_strategy, every_steps=train.save_steps)
     saver = Saver(
