@@ -646,7 +646,6 @@ def test_events_say_why_there_is_no_pod(cluster: Cluster, capfd: pytest.CaptureF
         ("Workload", "job-run-1a2b3", "Pending", "insufficient quota for nvidia.com/gpu", "10:00:20"),
         ("Pod", "run-1-abcde", "Failed", "of the job before", "09:59:59"),
         ("Pod", "run-2-0-abcde", "Failed", "of job run-2", "10:00:20"),
-        ("Job", "run-2", "Failed", "of job run-2", "10:00:20"),
         ("Pod", "other-0-abcde", "Failed", "of another", "10:00:20"),
     )
     items = [

@@ -106,7 +106,6 @@ def test_what_is_here_is_uploaded_and_what_is_on_a_mount_is_not(file: Path, tmp_
     ("code", "where", "more"),
     [
         ("not-mounted", "train.output_dir=/elsewhere/a", ["train.output_dir=/elsewhere/a"]),
-        ("not-mounted", "train.output_dir=run", ["train.output_dir=run"]),
         ("not-mounted", "chat_template=/gone.jinja", ["data.chat_template=/gone.jinja"]),
         ("not-mounted", "train.output_dir=/runs-of-mine", ["train.output_dir=/runs-of-mine"]),
         ("links", "model.model_name_or_path", []),

@@ -41,18 +41,6 @@ def request(folder: Path, *overrides: str, **more: Any) -> Layout:
 # --- run file and Accelerate file ------------------
 
 
-def test_published_files_and_unknown_names(tmp_path: Path) -> None:
-    assert request(tmp_path) == Layout("auto", "", 1, 1, **OPEN)
-    layout = resolve_layout(request(tmp_path, accelerate=EXAMPLES / "fsdp.yaml"), 128)
-    assert (layout.name, layout.nodes, layout.gpus_per_node, layout.shard) == ("full-shard", 3, 1, 3)
-    assert layout.offload
-    assert layout.reason.endswith("fsdp.yaml:27: fsdp_config.fsdp_reshard_after_forward")
-    two = resolve_layout(request(tmp_path, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
-    assert (two.name, two.nodes, two.shard, two.offload) == ("full-shard", 2, 2, False)
-    ddp = request(tmp_path, accelerate="distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
-    assert (ddp.name, ddp.nodes, ddp.gpus_per_node) == ("auto", 2, 2)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -129,7 +117,6 @@ def test_a_default_is_no_disagreement_and_experts_may_be_split_under_an_fsdp_fil
     keys = ("cluster.nodes=2", "train.bf16=true", "layout.name=expert-parallel")
     layout = resolve_layout(request(tmp_path, *keys, accelerate=EXAMPLES / "config/fsdp_2xH200.yaml"), 128)
     assert (layout.name, layout.shard, layout.expert_parallel) == ("expert-parallel", 2, 2)
-    assert layout.reason == "set by --override layout.name=expert-parallel"
     text = FSDP + "fsdp_config: {fsdp_reshard_after_forward: true, fsdp_transformer_layer_cls_to_wrap: ''}\n"
     text += "num_processes: 4\nparallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
     loaded = load(tmp_path, accelerate=text, written="layout: hybrid\ntrain: {gradient_checkpointing: selective}")
@@ -268,10 +255,8 @@ def test_keys_of_a_named_layout_apply_only_to_it() -> None:
     rows = list_layouts(want("full-shard", 2, 8, shard=16, offload=False), 128)
     assert {layout.name for _, layout in rows} == set(LAYOUTS)
     assert not [layout for _, layout in rows if layout.offload]
-    wanted = want("full-shard", 2, 1, activation_checkpointing=True, precision="no", offload=True)
-    for name, layout in list_layouts(wanted, 128):
+    for _, layout in list_layouts(want("full-shard", 2, 1, activation_checkpointing=True, precision="no"), 128):
         assert (layout.activation_checkpointing, layout.precision) == (True, "no")
-        assert layout.offload == ("offloaded" in name)
     for wanted, kept, names in (
         (want("no-reshard", 2, 1), "fp8", ["no-reshard", "no-reshard, FP8"]),
         (want("full-shard", 2, 1, offload=True), "fp8", ["full-shard"]),

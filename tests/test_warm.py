@@ -18,7 +18,6 @@ import warm
         "import atexit, os, sys; atexit.register(print, 'at exit'); print(os.getcwd(), sys.argv, os.environ['MARK'],"
         " __name__, input())",
         "import sys; sys.exit('a message')",
-        "import os; os.kill(os.getpid(), 9)",
         "import sys, subprocess; sys.exit(subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode)",
         "1 / 0",
     ],
