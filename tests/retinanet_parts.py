@@ -255,5 +255,3 @@ def test_resumed_run_ends_like_an_uninterrupted_one(
     printed = capsys.readouterr().out
     assert f"stopped by a signal after step {stopped}" in printed
     assert f"{stopped} of 6 steps are made" in printed
-
-

@@ -21,6 +21,7 @@ from peft.tuners.lora import Linear
 from windlass import model as weights
 from windlass.data.packing import group_by_length
 from windlass.hardware import GPUS, Machine, find_fabric, find_gpu
+from windlass.model import Parameter
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory, operators
@@ -102,6 +103,20 @@ def test_tokens_of_experts_cross_the_network_for_ranks_of_other_nodes_only() -> 
     assert dispatch.bytes == sent * 7 / 8
     network = machine().rates.collective("all-to-all", "network", 8)
     assert dispatch.seconds == pytest.approx(sent / 2 * 4 / (network.gb_per_second * 1e9), rel=1e-6)
+
+
+def test_keys_copied_for_attention_sinks_grow_with_the_square_of_the_row() -> None:
+    """Of gpt_oss: 64 heads share 8 of keys and values, each 64 wide."""
+    sinks = Parameter("model.layers.0.self_attn.sinks", (64,), "attention")
+    kept = {}
+    for parameters in ((sinks,), ()):
+        layer = replace(shape().layers[0], parameters=parameters, query=4096, key=512, gathered=1024)
+        model = replace(shape(), layers=(layer,), kinds=((layer, 1),), heads=64)
+        for length in (16384, 32768):
+            split = replace(work(1, 4, context_parallel=4), shape=model, batch=BatchSize(1, 1, length))
+            kept[len(parameters), length] = memory.layer_bytes(layer, memory.Tokens.of(split)) / GIB
+    assert kept[1, 16384] - kept[0, 16384] == pytest.approx(2.63, rel=0.01)
+    assert kept[1, 32768] - kept[0, 32768] == pytest.approx(4 * 2.63, rel=0.01)
 
 
 # Seconds of 16,384 tokens' routed rows: 36 layers, 4 experts, 52 bytes x 4,096 and 39 x 2,048 a row, at 1,250 GB/s.

@@ -71,7 +71,18 @@ def test_rendering_needs_no_torch(tmp_path: Path) -> None:
 
 
 # Keys whose documented example is the default or SITE's, or needs another key: other values.
-OTHER: dict[str, tuple[str, ...]] = {}
+OTHER = {
+    "gpu": "b200", "link": "pcie-5", "network": "ethernet-25", "nics_per_node": "2", "host_memory_gib": "1",
+    "install": "[a]", "max_restarts": "7", "grace_seconds": "777", "cpu": "3", "sbatch": "{exclusive: ''}",
+    "labels": "{a: b}", "annotations": "{a: b}", "supplemental_groups": "[7]", "image_pull_secrets": "[a]",
+    "node_pools": "[a]", "node_selector": "{a: b}", "affinity": "{nodeAffinity: {}}", "hugepages": "{2Mi: 4Gi}",
+    "gpu_resource": "rdma/nic", "runtime": "other", "trainer_version": "'2.2'",
+}  # fmt: skip
+NEEDS = {
+    "container": ("cluster.volumes=[{host: /data, path: /data}]",),
+    "runtime": ("cluster.kubernetes.engine=trainer",),
+    "trainer_version": ("cluster.kubernetes.engine=trainer",),
+}
 PLANNED = ("nodes", "gpus_per_node", "gpu", "machine", "link", "network", "nics_per_node", "host_memory_gib")
 
 
@@ -91,9 +102,10 @@ def seen(to: str, plan: Plan, overrides: tuple[str, ...]) -> tuple[Any, str]:
 
 def list_settings(key: str) -> tuple[str, ...]:
     """Return overrides that set the key, last, as its documentation does."""
-    (line,) = (line for line in describe(key) if line.startswith("example: "))
-    found = (word for word in shlex.split(line.removeprefix("example: ")) if word != "--override")
-    return tuple(f"{key}={value}" if "=" not in value else value for value in OTHER.get(key.rpartition(".")[2], found))
+    name = key.rpartition(".")[2]
+    (example,) = (line.partition(": ")[2] for line in describe(key) if line.startswith("example: "))
+    words = [f"{key}={OTHER[name]}"] if name in OTHER else shlex.split(example)
+    return *NEEDS.get(name, ()), *(word for word in words if word != "--override")
 
 
 @pytest.mark.parametrize("to", submitting.PLATFORMS)

@@ -53,6 +53,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "experts": ("lora.experts=true", "lora.lora_dropout=0"),
     "packed, checkpointed": ("data.packing=true", CHECKPOINTED),
     "masked": ("data.packing=true", "model.attn_implementation=eager", "layout=full-shard"),
+    "masked, few keys": (
+        *("model.model_name_or_path=Llama-3.1-8B", "lora.target_modules=all-linear", "layout=resident"),
+        *("data.packing=true", "model.attn_implementation=eager"),
+    ),
     "dora": ("lora.use_dora=true", "layout=resident", "lora.lora_dropout=0.1", "cluster.gpu=b300"),
     "without dropout": ("lora.lora_dropout=0", "layout=full-shard"),
     "float32": ("layout={name: full-shard, base_dtype: bf16}", "model.torch_dtype=float32", "train.bf16=false"),
@@ -66,7 +70,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "split, replicated": (*SPLIT, *TWO_BY_EIGHT, "layout.replicate=2", "layout.shard=8"),
     "split, offloaded": (*SPLIT, *TWO_BY_EIGHT, "layout.offload=true"),
     "split, a100": (*SPLIT, *TWO_BY_EIGHT, "cluster.gpu=a100", CHECKPOINTED),
-    "context": ("layout.context_parallel=4", "data.max_length=16384", *TWO_BY_EIGHT, CHECKPOINTED),
+    "context": ("layout.context_parallel=4", "data.max_length=16384", *TWO_BY_EIGHT),
     "blocks": (
         *("model.model_name_or_path=DeepSeek-V3", "lora.target_modules=all-linear", "layout.base_dtype=fp8"),
         *("cluster.nodes=8", "cluster.gpus_per_node=8"),
