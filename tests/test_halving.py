@@ -48,7 +48,7 @@ def read_losses(trial: Path) -> dict[int, float]:
 def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(material: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(material, tmp_path / "here")
     file = write(folder, "sweep", TRIALS)
-    printed = run(f"train {file}", folder)
+    printed = run(f"train {file} --override train.logging_steps=3", folder)
     trials = folder / "sweep" / "trials"
     for name in TRIALS:
         run(f"train {trials / name / 'run.yaml'} --override train.output_dir=alone/{name}", folder)
@@ -59,6 +59,10 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
     states = {path.name: state for path, state in list_trials(folder / "sweep").items()}
     assert states == {last: FINISHED, **dropped}
     assert_same_run(trials / last, folder / "alone" / last)
+    state = "checkpoints/step-6/trainer_state.json"
+    logs = [read_json(path / last / state) for path in (trials, folder / "alone")]
+    means = [[line["loss"] for line in log["log_history"] if "loss" in line] for log in logs]
+    assert (len(means[0]), means[0]) == (2, means[1])
     assert "1 of 3 trials finished, 2 were dropped" in printed
     assert f"step 4: kept {last} ({alone[last][4]:.4f}); dropped" in " ".join(printed.split())
     decisions = read_json(folder / "sweep" / "manifest.json")["halved"]["decisions"]
@@ -87,20 +91,6 @@ def test_who_goes_on_is_the_run_alone_and_who_is_dropped_continues_by_hand(mater
         run(f"train {trials / name / 'run.yaml'} --resume", folder)
         same_adapter(trials / name, folder / "alone" / name)
         assert read_losses(trials / name) == alone[name]
-
-
-@pytest.mark.long
-def test_what_is_logged_is_the_mean_of_as_many_steps_as_alone(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
-    trials = {name: TRIALS[name] for name in [*TRIALS][:2]}
-    options = "--override cluster.gpus_per_node=1 --override train.logging_steps=3"
-    run(f"train {write(folder, 'sweep', trials, 'keep: 1, at: [2]')} {options}", folder)
-    (last,) = (path for path, state in list_trials(folder / "sweep").items() if state == FINISHED)
-    run(f"train {last / 'run.yaml'} --override train.output_dir=alone", folder)
-    logs = [read_json(path / "checkpoints/step-6/trainer_state.json") for path in (last, folder / "alone")]
-    losses = [[line["loss"] for line in log["log_history"] if "loss" in line] for log in logs]
-    assert len(losses[0]) == 2
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.long

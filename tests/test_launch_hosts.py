@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_hosts import Hosts, hosts, why_not
-from launch_jobs import environ, plan_of
+from launch_jobs import environ, plan_of, wait_for
 from text_run import make_text_run
 
 from windlass.launch.submit import render
@@ -57,11 +57,8 @@ class Run:
     def log(self, node: int) -> str:
         return self.log_file(node).read_text()
 
-    def until(self, node: int, text: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.log(node):
-            assert time.monotonic() < deadline, self.log(node)
-            time.sleep(0.1)
+    def until(self, node: int, text: str) -> None:
+        wait_for(lambda: text in self.log(node), seconds=120)
 
 
 @pytest.mark.fault("a node that never comes", "`windlass train`", "node 1 did not join within 2 s (node 0 did)")

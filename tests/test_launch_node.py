@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
-from launch_jobs import environ
+from launch_jobs import environ, wait_for
 from ports import free_port
 
 from windlass import hardware
@@ -105,14 +105,6 @@ class Started:
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
-
-
-def wait_for(condition: Callable[[], Any], nodes: Sequence[Started] = (), seconds: float = 200) -> None:
-    """Wait, and show what the nodes wrote if it does not happen."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "\n".join(node.log for node in nodes)
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launch_jobs import EXAMPLES, calls, environ, plan_of, program
+from launch_jobs import EXAMPLES, calls, environ, plan_of, program, wait_for
 from ports import free_port
 from refusals import refused
 from text_run import make_text_run
@@ -227,11 +226,7 @@ def test_two_nodes_train_save_when_stopped_and_resume(file: Path, tmp_path: Path
             env = environ(tmp_path, **task["envs"], **place, OMP_NUM_THREADS="1")
             nodes.append(subprocess.Popen(["bash", "-c", task["run"]], cwd=job, env=env, start_new_session=True))
         try:
-            deadline = time.monotonic() + 250
-            while last() < before + 2:
-                assert time.monotonic() < deadline
-                assert all(node.poll() is None for node in nodes)
-                time.sleep(0.2)
+            wait_for(lambda before=before: last() >= before + 2)
             nodes[1].send_signal(signal.SIGTERM)
             assert [node.wait(120) for node in nodes] == [75, 75]
         finally:

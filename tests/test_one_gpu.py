@@ -131,13 +131,6 @@ def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
     assert [row["part"] for row in own] == ["facts", "facts"]
     lacking = "transformers >=5.17,<5.25 (here: 5.16.1); pydantic (ImportError: no such thing here)"
     assert own[1]["skipped"].startswith(f"every part. Needed: {lacking}")
-    (tmp_path / "pydantic.py").unlink()
-    shutil.rmtree(info)
-    (tmp_path / "peft.py").touch()
-    (*_, row), done = ended(tmp_path, "--part", "peft", PYTHONPATH=str(tmp_path))  # an empty one before PEFT's
-    assert (done.returncode, row["part"]) == (1, "peft")
-    assert "Error: " in row["skipped"]
-    assert "Traceback" in done.stderr
     shutil.rmtree(tmp_path / "run")
     own, done = ended(tmp_path, "--parts", "profile", "--minutes", "0.0001")  # less than any part takes
     assert own[0]["versions"]["torch"]
