@@ -497,9 +497,9 @@ def test_script_errors_fail_the_check(tmp_path: Path) -> None:
         assert named(results, "library torch").verdict == FAIL
     (tmp_path / "a.py").write_text("a = 1\n")
     report = check.run_checks(read_any(run, ["layout.ranks=2", "cluster.gpu=cpu"]), depth=check.HERE)
-    found = {result.name: result for result in report.results}
-    assert (found["script"].verdict, found["model, data and optimizer"].verdict) == (PASS, SKIPPED)
-    assert found["processors"].seen.endswith("for 2 ranks")
-    assert not {"adapter", "tokenizer", "weights", "data", "model class"} & found.keys()
+    by_name = {result.name: result for result in report.results}
+    assert (by_name["script"].verdict, by_name["model, data and optimizer"].verdict) == (PASS, SKIPPED)
+    assert by_name["processors"].seen.endswith("for 2 ranks")
+    assert not {"adapter", "tokenizer", "weights", "data", "model class"} & by_name.keys()
     plan, results = inputs.check_plan(read_any(run, ["cluster.gpu=quantum"]))
     assert (plan, "quantum" in named(results, "plan").seen) == (None, True)

@@ -18,10 +18,9 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 
-from windlass import model as weights
 from windlass.data.packing import group_by_length
 from windlass.hardware import GPUS, Machine, find_fabric, find_gpu
-from windlass.model import Parameter
+from windlass.model import Parameter, find_published_base
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory, operators
@@ -39,14 +38,12 @@ TOTAL = 118_972_826_624
 EXPERTS = 36 * 128 * 3 * 2048 * 4096
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = Lora.model_validate({"r": 16, "lora_dropout": 0, "target_modules": PROJECTIONS})
-BASE = weights.find_published_base("Mistral-Small-4-119B-2603")
-assert BASE is not None
+(BASE,) = filter(None, [find_published_base("Mistral-Small-4-119B-2603")])
 
 
 @cache
 def shape() -> ModelShape:
     """Adapters of all attention projections and of the shared expert."""
-    assert BASE is not None
     return read_shape(BASE, resolve_adapter(LORA, BASE, str))
 
 

@@ -1,6 +1,7 @@
 """SkyPilot: the task file by SkyPilot's own package, its commands under bash, and a stand-in for `sky`."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -217,6 +218,9 @@ def test_two_nodes_train_save_when_stopped_and_resume(file: Path, tmp_path: Path
         steps = folder / run_folder.STEPS.format(rank=0)
         return max((line["step"] for line in read_json_lines(steps)), default=0) if steps.exists() else 0
 
+    def has_trained(steps: int) -> bool:
+        return last() >= steps
+
     before = 0
     for _ in range(2):
         nodes = []
@@ -226,7 +230,7 @@ def test_two_nodes_train_save_when_stopped_and_resume(file: Path, tmp_path: Path
             env = environ(tmp_path, **task["envs"], **place, OMP_NUM_THREADS="1")
             nodes.append(subprocess.Popen(["bash", "-c", task["run"]], cwd=job, env=env, start_new_session=True))
         try:
-            wait_for(lambda before=before: last() >= before + 2)
+            wait_for(functools.partial(has_trained, before + 2))
             nodes[1].send_signal(signal.SIGTERM)
             assert [node.wait(120) for node in nodes] == [75, 75]
         finally:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import warm
 
-from windlass.train.patches import PARTS
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = [
     pytest.mark.long,
@@ -57,14 +55,6 @@ def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: i
         odd = [row["rows"] for row in found if "masked" in row["rows"] or "cuDNN" in row["rows"]]
         assert odd == ["2 x 64, cuDNN", "4 x 32, masked", "2 x 64, masked"]
     assert {row["base"] for row in found} == ({"nf4"} if name == "whole-nf4" else {"bf16", "fp8"})
-
-
-def test_each_fused_part_has_a_row(model: Any) -> None:
-    found = rows(model, "fused")
-    assert [row["fused"] for row in found] == ["all parts", "none", *(f"without {part}" for part in PARTS)]
-    for row in found:
-        assert row["loss"] == pytest.approx(math.log(512), abs=0.3)
-        assert row["seconds"] > 0
 
 
 def test_a_dense_model_learns_alike_by_windlass_and_by_peft(model: Any) -> None:
