@@ -301,7 +301,7 @@ print(*codes, flush=True)
 def test_under_a_launcher_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """A launcher signals all ranks when one has ended, and kills them even while they save."""
     path = run_file(tmp_path, SLOW)
-    command = [warm.python(), "-c", LAUNCHER, str(path), str(tmp_path)]
+    command = [sys.executable, "-c", LAUNCHER, str(path), str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, tmp_path / "run/ready-0", tmp_path / "run/ready-1")
     process.send_signal(signal.SIGTERM)
