@@ -124,11 +124,6 @@ def test_what_is_saved_is_what_was_planned(plan: Command, tmp_path: Path) -> Non
     assert (tmp_path / "my.yaml").read_text() == before
 
 
-def test_tokens_are_those_of_a_row(plan: Command) -> None:
-    for words, tokens in ((("--tokens", "4096"), "4,096"), (("--override", "data.max_length=768"), "768"), ((), "512")):
-        assert f"up to {tokens} tokens" in plan(SMALL, "--gpus", "1xh100", *words)[0].replace("\n        ", "")
-
-
 def test_a_preference_objective_is_planned_for_pairs_that_are_not_here(plan: Command) -> None:
     out, _ = plan(SMALL, "--gpus", "1xh100", "--override", "train.objective=dpo")
     assert "up to 2 x 512 tokens" in out
