@@ -3,6 +3,7 @@ link.
 
     python benchmarks/layouts.py              the table; exits with 1 where the orders differ
     python benchmarks/layouts.py --json       one JSON object
+    python benchmarks/layouts.py --quick      fewer steps and sequences
 
 Needs root and iproute2. The rule, fixed before anything is measured: of any two layouts whose predicted times differ by
 TIE or more, the one predicted to be faster is measured to be faster; and `auto`'s choice is measured to be no slower
@@ -50,8 +51,9 @@ LINK = MEGABITS / 8e3 * TCP  # GB/s
 TCP_WORDS = ("tcp_rmem=4096 33554432 67108864", "tcp_wmem=4096 33554432 67108864", "tcp_slow_start_after_idle=0")
 PORT = 29517
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-STEPS, ROUNDS = 3, 2  # optimizer steps of a run, of which the first only warms up
-SEQUENCES, LENGTH = 4, 256  # of each rank and optimizer step
+QUICK = "--quick" in sys.argv
+STEPS, ROUNDS = 2 if QUICK else 3, 2  # optimizer steps of a run, of which the first only warms up
+SEQUENCES, LENGTH = 2 if QUICK else 4, 256  # of each rank and optimizer step
 CALIBRATED = "resident"
 BASE = (
     "layout.base_dtype=bf16",
@@ -181,7 +183,7 @@ def measure(folder: Path, machines: Hosts) -> dict[str, Any]:
 
 
 def command(folder: Path) -> list[str]:
-    return [sys.executable, str(Path(__file__).resolve()), "--rank", str(folder)]
+    return [sys.executable, str(Path(__file__).resolve()), *["--quick"] * QUICK, "--rank", str(folder)]
 
 
 def environ(node: int, machines: Hosts) -> dict[str, str]:
@@ -247,6 +249,7 @@ def way_of(layout: Layout) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and sequences")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

@@ -1,7 +1,7 @@
 """Predicted against measured peaks of real ranks, for what fake tensors can't express: expert parallelism, adapters of
 experts, rows split over ranks, and a base as published: in FP8, NVFP4 or integers of 4 bits.
 
-    python benchmarks/memory_on_ranks.py [--json] [--only WORDS]
+    python benchmarks/memory_on_ranks.py [--json] [--quick] [--only WORDS]
 
 Two processes over gloo store real tensors, loaded, sharded and adapted by the code of training, and torch's tracker
 counts their allocations. A random router sends nearly equally many tokens to both ranks' experts, so the plan's assumed
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ CASES = (
     "resident, split rows",
     "resident, split rows, packed, checkpointing",
 )
+QUICK = {
+    *("full-shard", "no-reshard, FP8", "expert-parallel, gathered once, FP8, checkpointing", "resident, FP8"),
+    *("full-shard, expert adapters", "expert-parallel, FP8, expert adapters, checkpointing"),
+    *("resident, NVFP4, checkpointing", "expert-parallel, UINT4"),
+    *("expert-parallel, split rows, checkpointing", "resident, split rows, long, checkpointing"),
+}
 # How the model of a case is stored, by a word of it.
 STORED = {"": "tensor", "NVFP4": "nvfp4", "UINT4": "uint4"}
 
@@ -123,13 +130,14 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     model, _ = load_base(found, layout, dtype=torch.bfloat16)
     peft = attach_adapter(model, lora, adapter, 0)
     group = RowGroup.create(layout.context_parallel, 300)
-    Patches().patch_forward(model, group=group)
     if layout.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.train()
     once = layout.shard > 1 and not layout.reshard_after_forward
     inputs = _make_inputs(micro, length, document or length, group)
-    measured = _peak(peft, model, inputs, once=once)
+    with Patches() as patches:
+        patches.patch_forward(model, group=group)
+        measured = _peak(peft, model, inputs, once=once)
     memory.IMBALANCE = 1.0
     answer = estimate_cost(work)
     rows = {
@@ -206,28 +214,29 @@ def _peak(peft: Any, model: Any, inputs: dict[str, Any], *, once: bool) -> float
     return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def launch(name: str, folder: Path) -> dict[str, Any]:
+def launch(cases: list[str], folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure cases of one model, one after the other, in the same ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [*command, "--rank", name, "--model", str(folder)],
+        [*command, "--rank", json.dumps(cases), "--model", str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
         env=environment,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
+    if len(lines) < len(cases):
         sys.exit(done.stderr)
-    row: dict[str, Any] = json.loads(lines[-1])
-    return row
+    yield from map(json.loads, lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="only cases whose words contain this")
+    parser.add_argument("--quick", action="store_true", help="only the cases that the tests check")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -236,23 +245,27 @@ def main() -> None:
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        row = measure(options.rank, options.model)
-        if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+        for case in json.loads(options.rank):
+            row = measure(case, options.model)
+            if dist.get_rank() == 0:
+                print(json.dumps(row), flush=True)
+            gc.collect()
         dist.destroy_process_group()
         return
+    cases: dict[str, list[str]] = {}
+    for case in CASES:
+        if options.only in case and (case in QUICK or not options.quick):
+            cases.setdefault(next((word for word in STORED if word and word in case), ""), []).append(case)
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        for case in (case for case in CASES if options.only in case):
-            word = next((word for word in STORED if word and word in case), "")
+        for word, chosen in cases.items():
             folder = Path(name) / STORED[word]
-            if not folder.exists():
-                given: Any = {"config": LATENT, "quantization": STORED[word], **SIZES}
-                tiny.write_model(folder, "mistral4", tokenizer=False, **given)
-            row = launch(case, folder)
-            rows.append(row)
-            line = f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}"
-            print(json.dumps(row) if options.json else line, flush=True)
+            given: Any = {"config": LATENT, "quantization": STORED[word], **SIZES}
+            tiny.write_model(folder, "mistral4", tokenizer=False, **given)
+            for row in launch(chosen, folder):
+                rows.append(row)
+                line = f"{row['predicted_mib']:10.1f} {row['measured_mib']:10.1f}  {row['ratio']:.3f}  {row['case']}"
+                print(json.dumps(row) if options.json else line, flush=True)
     sys.exit(any(abs(row["ratio"] - 1) > 0.1 for row in rows))
 
 

@@ -5,7 +5,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,11 @@ def environ(folder: Path, **more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "WINDLASS_CHECK": "no", **more}
+
+
+def wait_for(condition: Callable[[], Any], started: Sequence[Any] = (), seconds: float = 250) -> None:
+    """Wait, and show the `log` of what was started if it does not happen."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "\n".join(["it did not happen", *(each.log for each in started)])
+        time.sleep(0.02)

@@ -101,7 +101,7 @@ def test_one_factor_slows_every_step_down(run: Path, tmp_path: Path) -> None:
 MEASURE = """
 import json, pathlib, sys
 from windlass.calibrate import Sizes, measure_on_rank
-sizes = Sizes((1, 8, 64, 512), (32, 64, 128, 256), (32, 128), (16, 64), 256, 128, 1 << 16, 1 << 16, 1 << 20)
+sizes = Sizes((1, 512), (32, 256), (32, 128), (16, 64), 256, 128, 1 << 16, 1 << 16, 1 << 20)
 found = measure_on_rank(pathlib.Path(sys.argv[1]).parent, sizes)
 if found:
     pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
@@ -188,9 +188,7 @@ WRONG: dict[str, tuple[tuple[str | int, ...], Any, str, str]] = {
     "another version": (("windlass",), "0.0.9", "windlass", "was written by windlass 0.0.9"),
     "another kind": (("kind",), "h100", "kind", "was measured on h100, the run is planned for cpu"),
     "other ranks": (("ranks",), 7, "ranks", "with 7 ranks on the processor, the run has 2"),
-    "no rates": (("rates",), {}, "digest", "was edited"),
     "edited": (("rates", "module_seconds"), 1e-6, "digest", "was edited"),
-    "conditions": (("conditions",), {"load": 0}, "digest", "was edited"),
 }
 
 
@@ -213,16 +211,8 @@ def test_machine_file_errors_name_their_place(case: str, run: Path, tmp_path: Pa
 def test_missing_machine_file_is_reported_with_its_key(run: Path, tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "text.json").write_text("fast")
-    for name, text in {
-        "nowhere.json": "No such file",
-        "text.json": "can't be read",
-        "list.json": "machine file",
-    }.items():
+    texts = {"nowhere.json": "No such file", "text.json": "can't be read", "list.json": "machine file"}
+    for name, text in texts.items():
         with pytest.raises(UserError, match=text) as caught:
             planned(run, f"cluster.machine={tmp_path / name}")
         assert "cluster.machine" in str(caught.value) or name in caught.value.problems[0].where
-    written(tmp_path / "h200.json", "h200", 8)
-    on_gpus = ("cluster.gpu=h200", "cluster.gpus_per_node=4", "cluster.host_memory_gib=null")
-    assert planned(run, *on_gpus, f"cluster.machine={tmp_path / 'h200.json'}").machine.measured is not None
-    with pytest.raises(UserError, match="was measured on h200, the run is planned for a100-80gb"):
-        planned(run, *on_gpus, "cluster.gpu=a100", f"cluster.machine={tmp_path / 'h200.json'}")

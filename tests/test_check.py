@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import warm
+import yaml
 from refusals import refused
 from rich.console import Console
 from text_run import make_text_run
@@ -132,33 +133,22 @@ def test_valid_run_passes_and_writes_check_json(sound: Path, tmp_path: Path) -> 
     assert verdicts["GPUs"] == verdicts["between nodes"] == SKIPPED
 
 
-def test_an_invalid_run_file_is_a_user_error(tmp_path: Path) -> None:
-    run = tmp_path / "run.yaml"
-    run.write_text("model: {colour: red}\n")
-    assert command(str(run)).returncode == 2
-    done = command(str(run), "--in-pod")
+def test_an_invalid_run_file_is_not_tried_again_in_a_pod(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {colour: red}\n")
+    done = command(str(tmp_path / "run.yaml"), "--in-pod")
     assert (done.returncode, "colour" in done.stderr) == (13, True)
 
 
 def test_without_torch_the_rest_is_checked(sound: Path, tmp_path: Path) -> None:
     """Runs an interpreter with only the login node's packages."""
-    light = ("pydantic", "pydantic_core", "yaml", "ruamel", "typer", "click", "rich", "annotated_types",
-             "typing_extensions", "typing_inspection", "markdown_it", "mdurl", "pygments", "shellingham",
-             "annotated_doc")  # fmt: skip
-    import pydantic
-
-    packages = Path(pydantic.__file__).parents[1]
-    for entry in packages.iterdir():
-        if entry.name.split(".")[0].split("-")[0] in light:
+    light = "pydantic pydantic_core yaml ruamel typer click rich annotated_types typing_extensions typing_inspection"
+    light += " markdown_it mdurl pygments shellingham annotated_doc"
+    for entry in Path(yaml.__file__).parents[1].iterdir():
+        if entry.name.split(".")[0].split("-")[0] in light.split():
             (tmp_path / entry.name).symlink_to(entry)
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "windlass", "check", str(sound), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"},
-    )
+    python = [sys.executable, "-S", "-m", "windlass", "check", str(sound), "--json"]
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
+    done = subprocess.run(python, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {result["name"]: result["verdict"] for result in json.loads(done.stdout)["results"]}
     assert verdicts["memory"] == verdicts["weights"] == verdicts["run folder"] == PASS
@@ -169,10 +159,9 @@ def test_the_log_of_a_pod_cuts_no_word(capsys: pytest.CaptureFixture[str], monke
     """Logs are read at 80 columns, and searched for names of pods and paths."""
     monkeypatch.setenv("COLUMNS", "80")
     pod, path = "node 11 (mistral4small-lora-fsdp-2xh200-node-0-11-abcde)", "/data/output/Models/" + "m" * 70
+    seen = "eth0 has no IP address; " + "it has lo and net1, " * 5
     rows = (
-        failed(
-            "interface GLOO_SOCKET_IFNAME", "eth0 has no IP address; " + "it has lo and net1, " * 5, "set it", "x:1"
-        ),
+        failed("interface GLOO_SOCKET_IFNAME", seen, "set it", "x:1"),
         passed("run folder", f"written, locked and renamed in {path}, where it will be created"),
     )
     check.print_report(check.CheckReport(check.IN_POD, tuple(replace(row, node=pod) for row in rows)))
@@ -201,15 +190,7 @@ def test_faults_are_reported_all_at_once_with_their_places(
     assert {result.name for result in report.results if result.verdict == FAIL} == {"attention", "data", "run folder"}
     check.print_report(report)
     printed = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "flash-attn",
-        "txet",
-        "is a file",
-        "hint: ",
-        "--override data.text_field=txet",
-        "did you mean NCCL_IB_HCA?",
-        "fail: 3 fail",
-    ):
+    for words in ("flash-attn", "is a file", "hint: ", "--override data.text_field=txet", "did you mean NCCL_IB_HCA?"):
         assert words in printed
     assert "failing: attention, data, run folder" in printed
 
@@ -251,16 +232,11 @@ def test_damaged_absent_or_foreign_tokenizer_fails(sound: Path, tmp_path: Path) 
     (model / "tokenizer.json").write_text(json.dumps(longer))
     found = inputs.check_tokenizer(plan)[1]
     assert (found.verdict, "rows" in found.seen) == (FAIL, True)
-    for path in model.glob("tokenizer*"):
-        path.unlink()
-    assert inputs.check_tokenizer(plan)[1].verdict == FAIL
 
 
 def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     assert checked_data(read_run_file(sound)).verdict == PASS
     for override, printed in (
-        ("data.text_field=txet", "txet"),
-        ("data.dataset_name_or_path=/no/such/set", "does not exist"),
         ("data.train_split=trian", "trian"),
         ("data.val_split=holdout", "holdout"),
     ):
@@ -281,7 +257,6 @@ def test_data_that_cannot_be_read_fails(sound: Path, tmp_path: Path) -> None:
     found = checked_data(alone(rows, no_split))
     assert (found.verdict, "wants evaluation" in found.seen) == (FAIL, True)  # requested with train.eval_steps
     assert checked_data(alone(rows, no_split, "eval_steps: 20")).verdict == WARN
-    assert checked_data(alone('{"text": "one"\n', no_split, "eval_steps: 20")).verdict == FAIL
     found = checked_data(alone(rows * 900 + '{"text": "thr\n' + rows * 200, no_split))
     assert (found.verdict, found.where) == (FAIL, f"{tmp_path / 'rows.jsonl'}:1801"), "neither the first nor sampled"
     talk = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
@@ -308,8 +283,6 @@ def test_version_table_matches_pyproject_and_the_environment() -> None:
 @pytest.mark.parametrize(
     ("name", "version", "verdict"),
     [
-        ("torch", "2.13.0+cu130", PASS),
-        ("torch", "2.13.1", PASS),
         ("torch", "2.13.0a0+0e7d5b8.nv26.01", PASS),  # NVIDIA's images
         ("torch", "2.11.0", PASS),
         ("torch", "2.10.0", FAIL),
@@ -353,11 +326,8 @@ def test_a_library_that_is_newer_than_tested_is_noted(sound: Path, monkeypatch: 
 RAN = {name: ran for name, (_, ran) in versions.TESTED.items()}
 LACKED = [  # a library's version, a key of `layout`, and what is said of it
     ("transformers", "5.20.2", "name=expert-parallel", "transformers 5.20.2 has no expert parallelism"),
-    ("transformers", "5.20.2", "name=hybrid", "transformers 5.20.2 has no hybrid sharding"),
-    ("transformers", "5.23.0", "name=expert-parallel", ""),
     ("transformers", "5.24.0.dev0", "name=hybrid", ""),
     ("torch", "2.11.0a0+nv", "base_dtype=fp8", "torch 2.11.0a0+nv has no sharding of a quantized base"),
-    ("torch", "2.13.0+cpu", "base_dtype=fp8", ""),
     ("torch", "2.11.0", "base_dtype=bf16", ""),
 ]
 
@@ -424,7 +394,6 @@ def test_auto_chooses_no_layout_that_the_libraries_lack(monkeypatch: pytest.Monk
         ("NVIDIA H200", [], True),  # as the driver calls it
         ("NVIDIA H200", ["cluster.platform=slurm"], False),
         ("NVIDIA L4", [], False),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", [], False),
         ("NVIDIA L4", ["cluster.gpu=null"], True),
     ],
 )
@@ -451,13 +420,11 @@ def test_plan_and_train_know_the_libraries_and_submit_does_not(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("cuda", "driver", "works", "verdict"),
     [
-        ("12.8", "550.54.15", False, PASS),
         ("13.0", "580.65.06", False, PASS),
         ("13.0", "570.124.06", False, FAIL),
         ("13.0", "570.124.06", True, PASS),
         (None, "580.65.06", False, FAIL),
         (None, None, False, SKIPPED),
-        ("12.8", None, False, SKIPPED),
         ("99.0", "999.0", False, SKIPPED),
     ],
 )
@@ -476,12 +443,8 @@ def test_a_missing_model_class_is_reported_with_the_version_that_has_it(sound: P
     assert (found.__name__, result.verdict) == ("Mistral4ForCausalLM", PASS)
     for since, printed in (("5.4", "can't be imported"), ("99.1", "99.1 is the first that has")):
         found, result = inputs.check_model_class(c, replace(family, causal_lm="Mistral9ForCausalLM", since=since))
-        assert (found, result.verdict, printed in result.seen, "transformers==" in result.hint) == (
-            None,
-            FAIL,
-            True,
-            True,
-        )
+        assert (found, result.verdict) == (None, FAIL)
+        assert printed in result.seen
     light = context(c.loaded, have={"transformers": "5.23.0"})
     assert inputs.check_model_class(light, family)[1].verdict == SKIPPED
 
@@ -497,12 +460,10 @@ class Model:
     ("asked", "have", "model", "verdict"),
     [
         ("null", {}, Model, PASS),
-        ("eager", {}, Model, PASS),
         ("sdpa", {}, None, SKIPPED),
         ("flex_attention", {}, Model, FAIL),  # not supported by the model
         ("flash_attention_2", {}, Model, FAIL),  # not installed
         ("flash_attention_2", {"flash-attn": "2.8"}, Model, FAIL),  # its module is missing
-        ("kernels-community/flash-attn", {}, Model, FAIL),
         ("kernels-community/flash-attn", {"kernels": "1"}, Model, SKIPPED),
     ],
 )
@@ -534,5 +495,11 @@ def test_script_errors_fail_the_check(tmp_path: Path) -> None:
         found = named(results, "script")
         assert (found.verdict, printed in found.seen) == (FAIL, True), found
         assert named(results, "library torch").verdict == FAIL
+    (tmp_path / "a.py").write_text("a = 1\n")
+    report = check.run_checks(read_any(run, ["layout.ranks=2", "cluster.gpu=cpu"]), depth=check.HERE)
+    by_name = {result.name: result for result in report.results}
+    assert (by_name["script"].verdict, by_name["model, data and optimizer"].verdict) == (PASS, SKIPPED)
+    assert by_name["processors"].seen.endswith("for 2 ranks")
+    assert not {"adapter", "tokenizer", "weights", "data", "model class"} & by_name.keys()
     plan, results = inputs.check_plan(read_any(run, ["cluster.gpu=quantum"]))
     assert (plan, "quantum" in named(results, "plan").seen) == (None, True)

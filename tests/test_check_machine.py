@@ -132,9 +132,9 @@ def test_a_pod_has_the_shared_memory_that_its_check_wants(
         return named(machine.check_limits(c, MANY), "/dev/shm").verdict
 
     run = tmp_path / "run.yaml"
-    for ranks in range(1, 9):
+    for ranks in (1, 8):
         layout = replace(plans["server"].layout, gpus_per_node=ranks)
-        for workers in range(9):
+        for workers in (0, 1, 8):
             loaded = read_run_file(RECIPE, [f"train.dataloader_num_workers={workers}"])
             run.write_text(SCRIPT % (workers, ranks))
             for plan in (replace(plans["server"], loaded=loaded, layout=layout), make_any_plan(read_any(run, []))):
@@ -171,15 +171,12 @@ def port(
         ("nodes", port("mlx5_0"), "", PASS, "mlx5_0:1 ACTIVE at 400 Gb/s"),
         ("nodes", {}, "", FAIL, "no RDMA card"),
         ("nodes", port("mlx5_0", state="1: DOWN"), "", FAIL, "0 ports active, 1 planned"),
-        ("nodes", port("mlx5_0", state="2: INIT"), "", FAIL, "mlx5_0:1 INIT"),
         ("nodes", port("mlx5_0", rate="100 Gb/sec (4X EDR)"), "", WARN, "slower than infiniband-400"),
         ("nodes", port("mlx5_0", verbs=False), "", FAIL, "/dev/infiniband"),
         ("nodes", port("mlx5_0"), "mlx4", FAIL, "matches none of mlx5_0:1"),
         ("nodes", port("mlx5_0") | port("mlx5_1", state="1: DOWN"), "=mlx5_0", PASS, "mlx5_0:1"),
         ("nodes", port("mlx5_0") | port("mlx5_1", state="1: DOWN"), "^mlx5_0", FAIL, "mlx5_1:1 DOWN"),
-        ("nodes", port("mlx5_0") | port("mlx5_1"), "mlx5_1:1", PASS, "mlx5_1:1"),
         ("two cards", port("mlx5_0"), "", FAIL, "1 ports active, 2 planned"),
-        ("two cards", port("mlx5_0") | port("mlx5_1"), "", PASS, "mlx5_1:1"),
         ("server", {}, "", SKIPPED, "uses none"),
     ],
 )
@@ -200,10 +197,8 @@ def test_interfaces_are_chosen_by_each_librarys_own_rules() -> None:
     ):
         assert match_interfaces(pattern, ["eth0", "eth1", "lo", "net1"], exact=exact) == expected
     for variable, pattern, nodes, problem in (
-        ("GLOO", "lo", 1, ""),
         ("GLOO", "lo", 2, "reaches no other node"),
         ("NCCL", "=lo", 2, "reaches no other node"),
-        ("NCCL", "net9", 2, "names no interface"),
         ("NCCL", "^net9", 1, ""),
         ("GLOO", "l", 1, "names no interface"),
         ("NCCL", "l", 1, ""),
@@ -279,13 +274,11 @@ def eight(**fault: object) -> Gpus:
         ({"remap_pending": True}, "GPU errors", FAIL),
         ({"throttle": ("hardware thermal slowdown",)}, "GPU clocks", FAIL),
         ({"throttle": ("software power cap",)}, "GPU clocks", PASS),
-        ({"nvlinks_up": 17}, "NVLink", FAIL),
         ({"nvlinks": 0, "nvlinks_up": 0}, "NVLink", FAIL),
         ({"pcie_width": 8}, "PCIe width", WARN),
         ({"name": "NVIDIA A100-SXM4-80GB", "memory_gib": 80.0}, "GPU kind", FAIL),
         ({"processes": None}, "GPU processes", SKIPPED),
         ({"ecc_uncorrected": None, "remap_pending": None}, "GPU errors", SKIPPED),
-        ({"throttle": None}, "GPU clocks", SKIPPED),
         ({"pcie_width": None}, "PCIe width", SKIPPED),
     ],
 )
@@ -412,14 +405,13 @@ def test_disk_space_for_the_run_and_for_a_merged_model(tmp_path: Path) -> None:
     assert merged == plan.total * 2
     assert words in machine.check_disk_space(context(plan), run - 1).seen
     assert [verdict(free) for free in (run - 1, run, run + merged)] == [FAIL, WARN, PASS]
-    # What the run has written already is not needed again.
+    # What the run has written already is not needed again, and what it would never hold makes no room for the rest.
     for name, size in (("checkpoints/step-10/adapter.safetensors", 300_000), ("tokens/a/data.arrow", 200_000)):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"x" * size)
     after, _, words = machine.estimate_space(plan)
     assert (500_000 <= run - after < 600_000, "are there" in words) == (True, True)
     assert [verdict(free) for free in (after - 1, after)] == [FAIL, WARN]
-    # More than this run would ever hold makes no room for the rest.
     with (tmp_path / "tokens" / "a" / "other.arrow").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 64 << 20)
     assert run - machine.estimate_space(plan)[0] <= 300_000 + 100_000 + tokens

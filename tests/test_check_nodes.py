@@ -162,11 +162,7 @@ def test_the_node_that_differs_is_named() -> None:
     for fault, name, verdict, seen in (
         ({}, "run file", PASS, "a"),
         ({"run file": "b"}, "run file", FAIL, "node 1 has b"),
-        ({"windlass": "2"}, "windlass", FAIL, "node 1 has 2"),
-        ({"system": "RHEL"}, "system", FAIL, "node 1 has RHEL"),
-        ({"data": "e"}, "data", FAIL, "node 1 has e"),
         ({"data": None}, "data", FAIL, "node 1 can't read it"),
-        ({"model": "n"}, "model", FAIL, "node 1 has n"),
         ({"image": {"torch": "2.12.0", "numpy": "2.4"}}, "image", FAIL, "node 1 has torch=2.12.0"),
         ({"image": {"torch": "2.13.0"}}, "image", FAIL, "node 1 has numpy=none"),
         ({"variables": {"NCCL_DEBUG": "INFO"}}, "variables", WARN, "node 1 has NCCL_DEBUG=INFO"),
@@ -220,7 +216,7 @@ def test_shared_volume_is_visible_to_all_nodes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rounds_contain_every_pair_once() -> None:
-    for world in (2, 3, 4, 5, 8, 17):
+    for world in (2, 5, 8):
         rounds = bandwidth.make_rounds(world)
         every = sorted(pair for pairs in rounds for pair in pairs)
         assert every == [(a, b) for a in range(world) for b in range(a + 1, world)]
@@ -243,14 +239,10 @@ def test_speeds_are_compared_with_the_fabric_and_each_other(plan: Plan, wired: P
     assert {result.verdict for result in bandwidth.check_speed(plan, measured(), NAMES)} == {PASS}
     pairs, overall = "all-reduce of pairs", "all-reduce of all"
     for made, figures, name, verdict, seen in (
-        (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 1 with node 3 at 10.00"),
         (plan, measured(p13=10.0, p23=11.0), pairs, WARN, "node 3 is in 2 of the slow ones"),
         (plan, measured(p03=23.0, p13=23.0, p23=23.0), pairs, WARN, "node 3 is in 3 of the slow ones"),
         (plan, measured(overall=23.0), overall, WARN, "51% of"),
-        (plan, measured(p13=0.5), pairs, WARN, "infiniband-400 gets 45"),
         (plan, measured(p02=None), pairs, FAIL, "node 0 and node 2"),
-        (plan, measured(overall=10.0), overall, WARN, "22% of"),
-        (plan, measured(overall=1.0), overall, WARN, "2% of"),
         (plan, measured(overall=None), overall, FAIL, "no result"),
         (plan, measured("gloo", overall=0.05), overall, PASS, "not comparable"),
         (wired, measured("gloo", overall=0.05), overall, WARN, "5% of"),
@@ -281,7 +273,6 @@ def test_sockets_instead_of_infiniband_fail_the_check(plan: Plan, wired: Plan) -
         (plan, SOCKETS, FAIL),
         (wired, SOCKETS, PASS),
         (plan, INFINIBAND.replace("/GDRDMA", ""), WARN),
-        (plan, "", SKIPPED),
         (plan, "NCCL INFO cudaDriverVersion 13000\n", SKIPPED),
         (plan, "NCCL INFO Using network Socket\n", FAIL),  # ended before it opened a channel
     ):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import program
+from launch_jobs import program, wait_for
 from ports import free_port
 
 from windlass.errors import UserError
@@ -20,13 +20,6 @@ from windlass.ranks.place import Node, read_node
 from windlass.ranks.rendezvous import LEAVING, LOST, READY, Rendezvous, RendezvousError
 
 pytestmark = pytest.mark.long
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 200) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 class Nodes:

@@ -5,14 +5,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, wait_for
 from refusals import refused
 from text_run import make_text_run
 
@@ -85,12 +83,9 @@ class Slurm:
     def submit(self, plan: Plan, overrides: tuple[str, ...] = ()) -> int:
         return submitting.submit(plan, "slurm", overrides=overrides, say=self.printed.append)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            log = next(self.folder.rglob("slurm-*.log"), None)
-            assert time.monotonic() < deadline, log.read_text()[-4000:] if log else "no log"
-            time.sleep(0.1)
+    @property
+    def log(self) -> str:
+        return next((path.read_text() for path in self.folder.rglob("slurm-*.log")), "no log")[-4000:]
 
     @property
     def is_over(self) -> bool:
@@ -139,18 +134,18 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     def last() -> int:
         return max((line["step"] for line in read_json_lines(steps)), default=0) if steps.exists() else 0
 
-    cluster.wait_for(lambda: last() >= 2)
+    wait_for(lambda: last() >= 2, [cluster])
     assert platform.status(record) == 0
     assert "job 4711: RUNNING\n" in (text := capsys.readouterr().out)
     assert "running, step" in text
     subprocess.run(["scancel", "--signal=USR1", "4711"], check=True)  # as Slurm does before the time limit
-    cluster.wait_for(lambda: (cluster.folder / "requeued").exists())
+    wait_for(lambda: (cluster.folder / "requeued").exists(), [cluster])
     before = last()
-    cluster.wait_for(lambda: last() > before)
+    wait_for(lambda: last() > before, [cluster])
     assert not (folder / "slurm-4711.exit").exists(), "it goes on"
     assert platform.stop(record) == 0
     assert "job 4711 is stopping: its ranks save, and `windlass submit RUN` resumes from there" in cluster.printed
-    cluster.wait_for(lambda: cluster.is_over)
+    wait_for(lambda: cluster.is_over, [cluster])
     assert (folder / "slurm-4711.exit").read_text() == "75\n"
     assert (cluster.folder / "requeued").read_text() == "\n", "not queued again"
     assert platform.logs(record, follow=True) == 1
@@ -165,10 +160,8 @@ def test_a_run_is_requeued_at_its_time_limit_resumes_and_is_stopped(
     assert "has ended already" in cluster.printed[-1]
 
 
-@pytest.mark.parametrize(
-    ("code", "tries", "final"), [(0, 1, 0), (13, 1, 13), (1, 3, 1), (137, 3, 137)], ids=["0", "13", "1", "137"]
-)
-def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: int, tries: int, final: int) -> None:
+@pytest.mark.parametrize(("code", "tries"), [(0, 1), (13, 1), (137, 3)])
+def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: int, tries: int) -> None:
     """13 never, a lost run as often as configured; nodes end with their worst code."""
     overrides = (f"train.output_dir={cluster.folder}/run", "cluster.max_restarts=2")
     plan = plan_of(EXAMPLES / "train.yaml", overrides)
@@ -176,8 +169,8 @@ def test_the_exit_code_decides_whether_it_is_queued_again(cluster: Slurm, code: 
     stub = f"printf 'echo try\\nexit {code}\\n' >\"${{!#%/*}}/launch.sh\""
     program(cluster.folder / "bin", "sbatch", stub + PROGRAMS["sbatch"])
     assert cluster.submit(plan, overrides) == 0
-    cluster.wait_for(lambda: cluster.is_over, 30)
-    assert (folder / "slurm-4711.exit").read_text() == f"{final}\n"
+    wait_for(lambda: cluster.is_over, [cluster])
+    assert (folder / "slurm-4711.exit").read_text() == f"{code}\n"
     assert (folder / "slurm-4711.log").read_text().count("try\n") == 3 * tries, "on each of three nodes"
     words = calls(cluster.folder / "bin", "srun")
     assert words[:3] == ["--kill-on-bad-exit=0", "--label", "--cpus-per-task=2"]
@@ -211,45 +204,20 @@ def test_slurm_refusals_and_pending_jobs(cluster: Slurm, capsys: pytest.CaptureF
     capsys.readouterr()
 
 
-def test_the_batch_script_has_every_option_that_slurm_has() -> None:
+def test_times_and_words_are_written_as_slurm_reads_them() -> None:
     own = "cluster.slurm.sbatch={reservation: 'my nodes', exclusive: '', mem: '0'}"
-    more = (
-        "cluster.slurm.partition=gpus",
-        "cluster.slurm.qos=high",
-        "cluster.deadline_seconds=90061",
-        "cluster.grace_seconds=300",
+    made = render(
+        example("train", ("cluster.slurm.account=research", own, "cluster.deadline_seconds=90061"))[0], "slurm"
     )
-    made = render(example("train", ("cluster.slurm.account=research", own, *more))[0], "slurm")
-    assert set(made) == {"job.sbatch", "launch.sh", "accelerate.yaml", "run.yaml"}
-    folder = "/data/output/Models/mistral4small-lora-fsdp-2xH200"
-    assert [line for line in made["job.sbatch"].splitlines() if line.startswith("#SBATCH")] == [
-        "#SBATCH --job-name=mistral4small-lora-fsdp-2xh200",
-        "#SBATCH --partition=gpus",
-        "#SBATCH --account=research",
-        "#SBATCH --qos=high",
-        "#SBATCH --nodes=3",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --gpus-per-node=1",
-        "#SBATCH --cpus-per-task=2",
-        "#SBATCH --mem=0",
-        "#SBATCH --time=25:01:01",
-        "#SBATCH --signal=USR1@300",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        f"#SBATCH --output={folder}/slurm-%j.log",
-        "#SBATCH --reservation='my nodes'",
-        "#SBATCH --exclusive",
-    ]
-    shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "-"]
-    done = subprocess.run(shellcheck, input=made["job.sbatch"], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout == ""
+    options = [line for line in made["job.sbatch"].splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --time=25:01:01", "#SBATCH --reservation='my nodes'", "#SBATCH --exclusive"} < {*options}
+    assert [option for option in options if "--mem" in option] == ["#SBATCH --mem=0"]
 
 
 def test_containers_use_the_runtimes_own_options() -> None:
     mounts = "cluster.volumes=[{host: /data, path: /data}, {host: /fast, path: /cache, sub_path: me, read_only: true}]"
     for image, pyxis, apptainer in (
         ("registry.example/a/b:1", "registry.example#a/b:1", "docker://registry.example/a/b:1"),
-        ("a/b:1", "a/b:1", "docker://a/b:1"),
         ("/images/b.sqsh", "/images/b.sqsh", "/images/b.sqsh"),
     ):
         made = {

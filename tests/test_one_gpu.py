@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import warm
 
-from windlass.train.patches import PARTS
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = [
     pytest.mark.long,
@@ -45,9 +43,7 @@ def test_gpu_code_paths_compute_the_same_values(model: Any) -> None:
     assert max(errors) < 0.03
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "count"), [("whole", 3, 2), ("whole-experts", 3, 2), ("whole-nf4", 3, 2), ("layers", 2, 7)]
-)
+@pytest.mark.parametrize(("name", "layers", "count"), [("whole-nf4", 3, 2), ("layers", 2, 7)])
 def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: int, count: int) -> None:
     found = rows(model, name)
     assert len(found) == count
@@ -58,16 +54,7 @@ def test_steps_learn_from_a_model_without_files(model: Any, name: str, layers: i
     if name == "layers":
         odd = [row["rows"] for row in found if "masked" in row["rows"] or "cuDNN" in row["rows"]]
         assert odd == ["2 x 64, cuDNN", "4 x 32, masked", "2 x 64, masked"]
-    bases = {"layers": {"bf16", "fp8"}, "whole-nf4": {"nf4"}}
-    assert {row["base"] for row in found} == bases.get(name, {"fp8"})
-
-
-def test_each_fused_part_has_a_row(model: Any) -> None:
-    found = rows(model, "fused")
-    assert [row["fused"] for row in found] == ["all parts", "none", *(f"without {part}" for part in PARTS)]
-    for row in found:
-        assert row["loss"] == pytest.approx(math.log(512), abs=0.3)
-        assert row["seconds"] > 0
+    assert {row["base"] for row in found} == ({"nf4"} if name == "whole-nf4" else {"bf16", "fp8"})
 
 
 def test_a_dense_model_learns_alike_by_windlass_and_by_peft(model: Any) -> None:
@@ -134,13 +121,6 @@ def test_failing_imports_and_timeouts_are_named(tmp_path: Path) -> None:
     assert [row["part"] for row in own] == ["facts", "facts"]
     lacking = "transformers >=5.17,<5.25 (here: 5.16.1); pydantic (ImportError: no such thing here)"
     assert own[1]["skipped"].startswith(f"every part. Needed: {lacking}")
-    (tmp_path / "pydantic.py").unlink()
-    shutil.rmtree(info)
-    (tmp_path / "peft.py").touch()
-    (*_, row), done = ended(tmp_path, "--part", "peft", PYTHONPATH=str(tmp_path))  # an empty one before PEFT's
-    assert (done.returncode, row["part"]) == (1, "peft")
-    assert "Error: " in row["skipped"]
-    assert "Traceback" in done.stderr
     shutil.rmtree(tmp_path / "run")
     own, done = ended(tmp_path, "--parts", "profile", "--minutes", "0.0001")  # less than any part takes
     assert own[0]["versions"]["torch"]

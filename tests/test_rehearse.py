@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import warm
 import yaml
 from safetensors.torch import load_file, save_file
@@ -23,7 +22,6 @@ from text_run import make_text_run
 
 from windlass import plan as planning
 from windlass import tiny
-from windlass.cli import app
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
@@ -95,10 +93,7 @@ def test_a_run_is_rehearsed_and_the_record_is_true(kept: Path, user: Path) -> No
     assert all(phase["passed"] and phase["seconds"] > 0 and phase["proved"] for phase in found["phases"])
     assert found["ranks"] == {"yours": 2, "here": 2, "nodes": 1, "layout": "full-shard", "why": ""}
     printed = (user.parent / "printed").read_text()
-    assert all(name in printed for name in STAGES)
     assert "passed: rehearsed with 2 ranks, full-shard" in printed
-    assert "memory: the plan estimates" in printed
-
     steps = [line["step"] for line in read_json_lines(kept / "run" / "steps-rank0.jsonl")]
     assert steps == list(range(1, STEPS + 1))
     certificate = json.loads((kept / "run" / "load.json").read_text())
@@ -158,14 +153,14 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
 
 
 TWO_BY_EIGHT = ("cluster.nodes=2", "cluster.gpus_per_node=8")
-QWEN = ("model.model_name_or_path=Qwen3-30B-A3B", "cluster.nodes=2", "lora.target_modules=all-linear")
-# Every example run file, and the other layouts and families: name -> (run file, overrides, ranks here, nodes here)
+QWEN = (
+    *("model.model_name_or_path=Qwen3-30B-A3B", "lora.target_modules=all-linear", "data.packing=true"),
+    *("cluster.nodes=2", "layout.name=expert-parallel"),
+)
+# An example, and other layouts and families: name -> (run file, overrides, ranks here, nodes here)
 EXAMPLES: dict[str, tuple[Path, tuple[str, ...], int, int]] = {
     "three nodes": (EXAMPLE, (), 3, 3),
-    "two GPUs": (ROOT / "src/windlass/runfile/presets/mistral-small-4-2xh200.yaml", (), 2, 1),
-    "experts split": (EXAMPLE, ("cluster.nodes=2", "layout.name=expert-parallel"), 2, 2),
     "hybrid": (EXAMPLE, (*TWO_BY_EIGHT, "layout.name=hybrid"), 4, 2),
-    "llama": (EXAMPLE, ("model.model_name_or_path=Llama-3.1-8B", "cluster.nodes=1", "data.packing=true"), 1, 1),
     "qwen3 moe": (EXAMPLE, QWEN, 2, 2),
 }
 
@@ -185,16 +180,7 @@ def test_the_examples_are_rehearsed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mix",
-        *(
-            pytest.param(name, marks=pytest.mark.prove)
-            for name in ("messages", "sharegpt", "alpaca", "prompt-completion", "text", "input_ids", "preference")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["mix", pytest.param("preference", marks=pytest.mark.prove)])
 def test_every_data_format_is_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mix has every format."""
     monkeypatch.chdir(tmp_path)
@@ -213,13 +199,7 @@ def some_material(**more: Any) -> Material:
     return Material(**{"model": Path("m"), "data": Path("d"), **sizes, **more})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] if name in ("two GPUs", "hybrid", "llama") else [])
-        for name in EXAMPLES
-    ],
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_scaled_down_run_has_the_same_plan(name: str, tmp_path: Path) -> None:
     """Only planned: the same layout, targets and schedule, on the ranks and replica of a rehearsal."""
     run, overrides, _, count = EXAMPLES[name]
@@ -266,25 +246,17 @@ def write_talks(folder: Path) -> Path:
 
 # name -> (overrides, the stage that catches it, words of the message, exit code)
 TALKS = ("model.model_name_or_path={copied}", "data.dataset_name_or_path={talks}", "data.messages_field=messages")
-THREE = ("layout={name: expert-parallel}", "cluster.gpus_per_node=3")
 FAULTS: dict[str, tuple[tuple[str, ...], str, str, int]] = {
     "an unknown key": (("train.learning_rat=1",), "plan", "train.learning_rat", 2),
-    "a target that is not there": (("lora.target_modules=[qkv]",), "plan", "'qkv' matches no module", 2),
-    "3 ranks for 8 experts": (THREE, "plan", "8 experts do not split evenly over 3 ranks", 2),
-    "no such model": (("model.model_name_or_path=nowhere",), "plan", "no folder 'nowhere'", 2),
     "a shard that is missing": (("model.model_name_or_path={copied}",), "plan", "model-00002-of-00003.safetensors", 2),
     "a run folder inside a file": (("train.output_dir={user}/x",), "check", "run.yaml is a file", 1),
     "a finished run": ((), "check", "contains a finished run", 2),
-    "a column that is not there": (("data.text_field=content",), "check", "the data have no column 'content'", 1),
     "a chat template without an end": (TALKS, "data", "the model would never stop: 0 of 40 rows end", 2),
 }
-ELSEWHERE = ("a target that is not there", "3 ranks for 8 experts", "a column that is not there", "no such model")
 NOT_WRITTEN = {"an unknown key", "a run folder inside a file", "a finished run"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in ELSEWHERE else []) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_in_its_stage(name: str, user: Path, copied: Path, tmp_path: Path) -> None:
     """And replaces an older record, if the run file names the folder and no run has finished there."""
     (tmp_path / "rehearsal.json").write_text(json.dumps({"passed": True}))
@@ -351,7 +323,6 @@ def test_rows_are_judged_as_training_will(user: Path, copied: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("section", "columns"),
     [
-        ({"text_field": "body"}, {"body"}),
         ({"messages_field": "talk"}, {"talk"}),
         ({"prompt_field": "q", "completion_field": "a"}, {"q", "a"}),
         ({"prompt_template": "{q} {r!s} [[{answers[text][0]}]]"}, {"q", "r", "answers"}),
@@ -418,13 +389,11 @@ def test_a_run_without_validation_rows_is_rehearsed_without_evaluation() -> None
 def test_as_many_ranks_and_nodes_as_fit_share_the_model_as_the_run_does() -> None:
     for own, cpus, gib, here in (
         ((3, 1, 1), 2, 24, (3, 1, 1)),
-        ((16, 1, 1), 2, 24, (4, 1, 1)),
         ((16, 1, 1), 8, 24, (8, 1, 1)),
         ((1, 16, 1), 2, 24, (1, 4, 1)),
         ((8, 2, 1), 2, 24, (2, 2, 1)),
         ((8, 2, 8), 2, 24, (2, 2, 2)),
         ((8, 1, 2), 2, 24, (4, 1, 2)),
-        ((16, 1, 16), 2, 24, (4, 1, 4)),
         ((16, 1, 1), 32, 3, (2, 1, 1)),
     ):
         made, why = scale_ranks(Layout("", "", 1, own[0] * own[1], *own), LocalMachine((), cpus, gib, None))
@@ -589,18 +558,10 @@ def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path)
         assert (tmp_path / "thesis.tex").exists()
 
 
-def test_recipe_page_lists_every_key_and_ci_files_are_valid() -> None:
+def test_recipe_page_lists_every_key() -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text(encoding="utf-8")
     rows = [row for row in page.split("## rehearsal.json")[1].split("##")[0].splitlines() if row.startswith("| `")]
     names = {name for row in rows for name in re.findall("`(\\w+)`", row.split("|")[1])}
     assert names == RehearsalRecord("").as_dict().keys()
     listed = re.findall(r"^\| ([\w, ]+) \|", page.split("## What happens")[1].split("##")[0], re.MULTILINE)
     assert tuple(name for row in listed[1:] for name in row.split(", ")) == STAGES
-    github, gitlab = (yaml.safe_load(block.split("```")[0]) for block in page.split("```yaml\n")[1:])
-    steps = [step["run"] for step in github["jobs"]["rehearse"]["steps"] if "run" in step]
-    for line in (steps[-1], gitlab["rehearse"]["script"][-1]):
-        words = line.replace("${{ matrix.run }}", "run.yaml").replace('"$RUN"', "run.yaml").split()
-        made = next(c for c in typer.main.get_command(app).commands.values() if c.name == words[1])  # type: ignore[attr-defined]
-        made.make_context(words[1], words[2:], resilient_parsing=True)
-        with pytest.raises(Exception, match="No such option"):
-            made.make_context(words[1], [*words[2:], "--kepe", "x"])

@@ -1,7 +1,6 @@
 """`windlass plan MODEL --gpus …`: a plan from a model's name, GPUs compared, the longest row, and prices."""
 
 import json
-import pickle
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from refusals import refused
 
 from windlass import cli, sizing
 from windlass.errors import UserError
-from windlass.hardware import find_gpu, parse_gpus
+from windlass.hardware import parse_gpus
 from windlass.model.base import read_published_configs
 from windlass.plan import make_plan
 from windlass.plan.longest import find_longest_rows
@@ -73,6 +72,8 @@ def test_a_model_is_planned_in_ten_lines_without_torch_in_a_second() -> None:
         status, took = done.stderr.split()
         assert status == "0", done.stderr
         seconds.append(float(took))
+        if min(seconds) < 1.5:
+            break
     names = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert names == ["fits", "speed", "time", "layout", "limit", "machine", "model", "batch", "more"]
     assert len(done.stdout.splitlines()) <= 13
@@ -123,19 +124,6 @@ def test_what_is_saved_is_what_was_planned(plan: Command, tmp_path: Path) -> Non
     assert (tmp_path / "my.yaml").read_text() == before
 
 
-def test_a_setting_that_the_comparison_suggests_is_taken(plan: Command) -> None:
-    out, _ = plan(MODEL, "--gpus", "4xl40s", "--compare")
-    suggested = re.findall(r"^ no-reshard\n((?:   .*\n)+)", out, re.MULTILINE)[0]
-    words = suggested.replace("\\", "").split()
-    out, _ = plan(MODEL, "--gpus", "4xl40s", *words)
-    assert "layout   no-reshard: set by --override layout.name\n" in out
-
-
-def test_tokens_are_those_of_a_row(plan: Command) -> None:
-    for words, tokens in ((("--tokens", "4096"), "4,096"), (("--override", "data.max_length=768"), "768"), ((), "512")):
-        assert f"up to {tokens} tokens" in plan(SMALL, "--gpus", "1xh100", *words)[0].replace("\n        ", "")
-
-
 def test_a_preference_objective_is_planned_for_pairs_that_are_not_here(plan: Command) -> None:
     out, _ = plan(SMALL, "--gpus", "1xh100", "--override", "train.objective=dpo")
     assert "up to 2 x 512 tokens" in out
@@ -182,37 +170,22 @@ def test_a_run_file_without_machines_says_which_it_is_planned_for(plan: Command,
     remark = "this machine, for the run file names none: --gpus 8xh100"
     assert remark in " ".join(plan("run.yaml")[0].split())
     assert remark not in " ".join(plan("run.yaml", "--gpus", "8xh100")[0].split())
-    with pytest.raises(SystemExit):
-        cli.main(["import", "axolotl.yml", "--gpus", "8xh100", "--out", "eight.yaml"])
-    out, _ = plan("eight.yaml")
-    assert "1 node x 8 h100" in out
-    assert remark not in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("plan F", "plan F --gpus 8xh100", "plan F --gpus all", "plan F --longest", "check F", "data F", "fetch F"),
-        *("train F", "submit F --to slurm --dry-run", "rehearse F", "explain lora.r --run F"),
-    ],
-)
 def test_no_command_takes_a_file_that_import_left_incomplete(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "axolotl.yml").write_text(
-        "base_model: Qwen/Qwen3-8B\nadapter: lora\nrl: kto\ndatasets: [{path: rows.jsonl, type: completion}]\n"
-    )
+    (tmp_path / "axolotl.yml").write_text("base_model: Qwen/Qwen3-8B\nadapter: lora\nrl: kto\n")
     with pytest.raises(SystemExit) as ended:
         cli.main(["import", "axolotl.yml"])
     assert ended.value.code == 2
-    text = capsys.readouterr().out
-    assert text.startswith("# INCOMPLETE")
-    (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        cli.main([word.replace("F", "run.yaml") for word in words.split()])
-    assert ended.value.code == 2
-    shown = capsys.readouterr()
-    assert "is incomplete" in " ".join((shown.out + shown.err).split())
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    for words in ("plan run.yaml --gpus all", "check run.yaml", "explain lora.r --run run.yaml"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words.split())
+        assert ended.value.code == 2
+        shown = capsys.readouterr()
+        assert "is incomplete" in " ".join((shown.out + shown.err).split())
 
 
 # --- GPUs compared ------------------
@@ -232,12 +205,11 @@ def test_every_kind_is_compared_and_the_cheapest_is_first(plan: Command, capsys:
     )
     assert "1xl4" in found["too_small"]
     assert not {"cpu", "mi300x", "mi355x"} & set(sizing.KINDS)
-    for name in ("4xl40s", "2x8xh100", "1xh200"):  # as each is planned alone
-        (offer,) = [offer for offer in found["offers"] if offer["gpus"] == name]
-        alone = json.loads(plan(MODEL, "--gpus", name, "--json")[0])
-        assert offer["gpu_gib"] == alone["memory"]["gpu_gib"]
-        assert offer["tokens_per_second"] == alone["estimate"]["tokens_per_second"]
-        assert offer["hours"] * 3600 == pytest.approx(MILLIONS * 1e6 / offer["tokens_per_second"])
+    (offer,) = [offer for offer in found["offers"] if offer["gpus"] == "2x8xh100"]
+    alone = json.loads(plan(MODEL, "--gpus", "2x8xh100", "--json")[0])
+    assert offer["gpu_gib"] == alone["memory"]["gpu_gib"]
+    assert offer["tokens_per_second"] == alone["estimate"]["tokens_per_second"]
+    assert offer["hours"] * 3600 == pytest.approx(MILLIONS * 1e6 / offer["tokens_per_second"])
     assert re.findall(r"^ (\d\S+)", out, re.MULTILINE) == names
     assert "does not fit: " in out
 
@@ -256,6 +228,7 @@ def test_prices_decide_the_order(plan: Command, tmp_path: Path) -> None:
     (tmp_path / "prices.yaml").write_text("h100: 10\nl40s: 0.5\n")
     words = [SMALL, "--gpus", "all", "--data", str(write_rows(tmp_path / "rows.jsonl"))]
     found = json.loads(plan(*words, "--prices", "prices.yaml", "--json")[0])
+    assert "h200" in found["unpriced"]
     prices = [offer["price"] for offer in found["offers"]]
     assert prices == sorted(prices)
     assert found["unit"] == "the run"
@@ -265,9 +238,6 @@ def test_prices_decide_the_order(plan: Command, tmp_path: Path) -> None:
     assert found["offers"][0]["gpus"].endswith("l40s")
     cheapest = min(found["offers"], key=lambda offer: offer["gpu_hours"])
     assert cheapest["gpus"].endswith("h100")
-    out, _ = plan(*words, "--prices", "prices.yaml")
-    assert "by price" in out
-    assert "without a price: h200" in out
 
 
 @pytest.mark.takes("plans for every kind of GPU")
@@ -290,7 +260,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(plan: Command) -> None:
     assert [row.longest for row in rows] == sorted((row.longest for row in rows), reverse=True)
     assert all(row.recomputed_tokens >= row.tokens for row in rows)
     assert any(row.longest == 0 for row in rows)  # resident: 61 GB on 45 GiB
-    for row in (row for row in rows if row.longest):
+    for row in [row for row in rows if row.longest][::3]:
         for tokens, has_headroom in ((row.longest, True), (row.longest + 256, False)):
             longer = subject(MODEL, "4xl40s", *row.overrides, tokens=tokens).plan()
             assert longer.cost.has_headroom is has_headroom, (row, tokens)
@@ -359,16 +329,13 @@ def test_no_run_file_is_saved_without_rows(plan: Command, tmp_path: Path) -> Non
     ("name", "code", "hint"),
     [
         ("Qwen/Qwen3-30B-A3", "unknown-model", "did you mean Qwen/Qwen3-30B-A3B"),
-        ("Qwen/Qwen3-9B", "unknown-model", "Qwen/Qwen3-8B"),
         ("Qwen/Qwen3-9B", "unknown-model", "? Or fetch its config.json: `curl"),
         ("Some/Other-7B", "unknown-model", "huggingface.co/Some/Other-7B/resolve/main/config.json"),
         ("ru", "unknown-model", "did you mean run.yaml"),
-        ("nothing", "unknown-model", "config.json"),
         ("empty", "not-a-file", "config.json"),
         ("rum.yaml", "no-such-file", "did you mean run.yaml"),
         ("other.json", "other-name", "cp other.json other/config.json`, then `windlass plan other --gpus all`"),
         ("rounded", "gguf", "a folder with its config.json and safetensors"),
-        ("rounded/model.Q4_1.gguf", "gguf", "name the model that it was made of"),
     ],
 )
 def test_what_is_no_model_gets_what_it_could_be(
@@ -388,9 +355,7 @@ def test_what_is_no_model_gets_what_it_could_be(
     [
         ("4xl40s", (1, 4, "l40s")),
         ("3x8xH100", (3, 8, "h100")),
-        ("8×h100", (1, 8, "h100")),
         ("h100", (1, 1, "h100")),
-        ("2xcpu", (1, 2, "cpu")),
         ("0xh100", "not-gpu-count"),
         ("8", "not-gpu-count"),
         ("8h100", "number-in-name"),
@@ -405,24 +370,13 @@ def test_gpus_are_numbers_and_a_name_that_may_have_an_x(text: str, expected: obj
         assert parse_gpus(text, "--gpus") == expected
 
 
-def test_an_unlike_gpu_is_not_suggested() -> None:
-    with refused("unknown-hardware", "cluster.gpu") as problems:
-        find_gpu("Gaudi 3", "cluster.gpu")
-    assert "nearest" not in problems[0].hint
-    assert "none" not in problems[0].hint.split("; ")[0]
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
         ("", "no-prices"),
-        ("3\n", "no-prices"),
-        ("h100: two\n", "wrong-value"),
         ("h100: -1\n", "wrong-value"),
-        ("h100: true\n", "wrong-value"),
         ("h10: 1\n", "unknown-hardware"),
         ("h100: 1\nh100-sxm: 2\n", "duplicate-key"),
-        ("h100: 1\nh100: 2\n", "duplicate-key"),
     ],
 )
 def test_faulty_prices_are_refused(text: str, code: str, tmp_path: Path) -> None:
@@ -441,5 +395,3 @@ def test_a_plan_without_comparisons_is_the_same_plan(run_file: Path) -> None:
     assert (short.layout, short.cost.gpu_gib, short.gpu_hours) == (long.layout, long.cost.gpu_gib, long.gpu_hours)
     assert {c.layout.nodes for c in short.contenders} == {2}
     assert {c.layout.nodes for c in long.contenders} > {2}
-    other = pickle.loads(pickle.dumps(long))  # processes hand it to each other
-    assert other.search.batches(4) == long.search.batches(4)

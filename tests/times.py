@@ -1,14 +1,12 @@
 """`make test-times`: where the seconds of the tests go, by file and by fixture, and the speed of the machine.
 
-"waiting" is for processes that tests start. With several workers the seconds are those of all of them. CPU seconds
-hardly depend on what else the machine does; without workers they have those of warm processes too.
+With several workers the seconds are those of all of them. CPU seconds hardly depend on what else the machine does;
+without workers they have those of warm processes too.
 """
 
-import functools
-import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,36 +19,12 @@ SHOWN = 25
 SIZE = 512  # of the square matrices whose product says how fast a core of the machine is
 
 
-class Waiting:
-    """Seconds for which this process has waited for others."""
-
-    seconds = 0.0
-    depth = 0  # communicate() waits too
-
-    @classmethod
-    def measure(cls, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def measured(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            cls.depth += 1
-            try:
-                return wait(*args, **options)
-            finally:
-                cls.depth -= 1
-                if not cls.depth:
-                    cls.seconds += time.perf_counter() - began
-
-        return measured
-
-
 class Times:
     """Measures in the processes that run tests, and tells the one that prints by properties of the tests."""
 
     def __init__(self) -> None:
         self.item: pytest.Item | None = None
         self.cpu = measure_cpu()
-        for name in ("wait", "communicate"):
-            setattr(subprocess.Popen, name, Waiting.measure(getattr(subprocess.Popen, name)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -70,15 +44,13 @@ class Times:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         result = yield
-        item.user_properties.append(("waited", Waiting.seconds))
-        Waiting.seconds = 0.0
         before, self.cpu = self.cpu, measure_cpu()
         item.user_properties.append(("cpu", self.cpu - before))
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        # Of a file: seconds, seconds of waiting, of CPU, and tests. Of a fixture: seconds.
-        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0])
+        # Of a file: seconds, seconds of CPU, and tests. Of a fixture: seconds.
+        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
         fixtures: dict[str, float] = defaultdict(float)
         groups = ("passed", "failed", "error", "skipped", "")
         every = [report for group in groups for report in terminalreporter.stats.get(group, [])]
@@ -87,20 +59,18 @@ class Times:
             file[0] += report.duration
             if report.when != "teardown":
                 continue
-            file[3] += 1
+            file[2] += 1
             properties: Any = report.user_properties
             for key, value in properties:
-                if key == "waited":
+                if key == "cpu":
                     file[1] += float(value)
-                elif key == "cpu":
-                    file[2] += float(value)
                 elif key == "fixture":
                     fixtures[value[0]] += value[1]
         show = terminalreporter.write_line
         terminalreporter.section("seconds by file")
         files["all"] = [sum(column) for column in zip(*files.values(), strict=True)]
-        for name, (spent, waited, cpu, tests) in sorted(files.items(), key=lambda each: -each[1][0])[:SHOWN]:
-            show(f"{name:32} {tests:5.0f} tests {spent:7.0f} s, {waited:7.0f} waiting, {cpu:7.1f} of CPU")
+        for name, (spent, cpu, tests) in sorted(files.items(), key=lambda each: -each[1][0])[:SHOWN]:
+            show(f"{name:32} {tests:5.0f} tests {spent:7.0f} s, {cpu:7.1f} of CPU")
         terminalreporter.section("seconds by fixture")
         for name, spent in sorted(fixtures.items(), key=lambda each: -each[1])[:SHOWN]:
             show(f"{name:60} {spent:7.1f} s")
