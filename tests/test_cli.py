@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import warm
+from test_faults import RUN
 from text_run import make_text_run
 
-from windlass import cli
+from windlass import cli, tiny
 from windlass.ranks.supervisor import default_overrides
 from windlass.runfile import read_run_file
 
@@ -100,6 +102,42 @@ def test_all_problems_at_once_with_places_and_hints(windlass: Windlass, tmp_path
         assert f"error: {place}: " in errors
     assert "did you mean learning_rate?" in errors
     assert errors.count("\nhint: ") == 3
+
+
+DATA = "data run.yaml --override train.eval_strategy=no --override data.dataset_name_or_path"
+PLAN = "plan run.yaml --override"
+# What a stranger may get wrong: the command, its exit code, what it prints and what it must not.
+FIRST_SIGHT: tuple[tuple[str, int, str, str], ...] = (
+    (f"{PLAN} train.learning_rate=200", 0, "learning_rate 200", ""),
+    (f"{PLAN} cluster.gpu=8h100", 2, "cluster.gpus_per_node: 8", ""),
+    (f"{DATA}=rows.jsonl", 2, "rows.jsonl: is empty", "split"),
+    (f"{PLAN} data.dataset_name_or_path=rows.jsonl", 2, "rows.jsonl: is empty", "fits"),
+    ("init --model model --data rows.jsonl", 2, "rows.jsonl: is empty", "max_length"),
+    ("init --model model", 2, "needs both --model and --data", ""),
+    (f"{PLAN} data.train_split=train[9:]", 2, "data: train[9:] has no rows", "fits"),
+    (f"{DATA}=model", 2, "folder of a model", ""),
+    (f"{PLAN} train.output_dir=file/run", 0, "fits", "error"),
+    ("plan run.yaml --details", 0, "1 rank", "worker"),
+)
+
+
+def test_first_sight(windlass: Windlass, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and their nouns, one line for one error, names that can be pasted, and no word split."""
+    tiny.write_model(tmp_path / "model", experts=4)
+    (tmp_path / "data").mkdir()
+    for name, text in (("data/train.jsonl", '{"text": "an anchor"}\n' * 9), ("rows.jsonl", ""), ("file", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    for command, code, says, never in FIRST_SIGHT:
+        found, *printed = windlass.run(*shlex.split(command))
+        text = re.sub(r"\s+", " ", "".join(printed))
+        assert (found, says in text, bool(never) and never in text) == (code, True, False), (command, text)
+        assert not re.search(r"\b1 (ranks|sequences|rows|steps|nodes|GPUs|evaluations|checkpoints)\b|\ba int\b", text)
+    printed = windlass("plan", "run.yaml", "--compare")
+    assert max(map(len, printed.splitlines())) <= 60
+    assert re.search(r"expert-parallel\b", printed)
 
 
 # A command, and all that it prints on stderr: the words of errors are compared here and in docs/faults.md alone.
@@ -212,18 +250,6 @@ def test_a_plan_is_printed_where_plan_json_cant_be_written(windlass: Windlass, t
     (tmp_path / "plan.json").mkdir()
     run = "examples/mistral-small-4/train.yaml"
     assert "fits " in windlass("plan", run, "--override", f"train.output_dir={tmp_path}")
-
-
-def test_schema_and_explain(windlass: Windlass) -> None:
-    schema = json.loads(windlass("schema"))
-    assert schema["if"]["properties"]["kind"] == {"const": "script"}
-    assert {"model", "lora", "data", "train", "layout", "cluster", "watch"} <= schema["else"]["properties"].keys()
-    assert {"script", "layout", "cluster", "watch"} <= schema["then"]["properties"].keys()
-    for topic in ("fsdp_use_orig_params", "lora.r", "NCCL_TIMEOUT", "full-shard"):
-        assert topic.rpartition(".")[2] in windlass("explain", topic)
-    rows = json.loads(windlass("explain", "--accelerate", "examples/mistral-small-4/fsdp.yaml", "--json"))
-    assert len(rows) > 15
-    assert "nothing to explain" in windlass("explain", code=2)
 
 
 def test_help_groups_all_commands(windlass: Windlass) -> None:
