@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Plant = Callable[[], object]  # in the folder of the run
 RUN, DATA, INDEX = "run.yaml", "data/train.jsonl", "model/model.safetensors.index.json"
 SHARD, ADAPTER = "model/model-00001-of-00002.safetensors", "run/final/adapter_model.safetensors"
@@ -472,91 +474,53 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
     },
 }
 # command -> what an override gets wrong: the override, and what the command says
-OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
-    "plan run.yaml": {
-        "a sweep over a key that changes the base": (
-            "sweep.layout.name=[resident,full-shard]",
-            "trials can't differ in layout.name: every layout computes the same",
-        ),
-        "a sweep with one value": ("sweep.lora.r=[8]", "sweep.lora.r=[8]: has one value: nothing is compared"),
-        "two trials that are the same run": ("sweep.lora.r=[8,8]", "sweep.lora.r=[8,8]: is the same as number 1"),
-        "a sweep that would train the base itself": (
-            "sweep.lora.r=[8,16] --override lora.modules_to_save=[lm_head]",
-            "it trains weights of the base, which all trials share",
-        ),
-        "a key of a sweep that an option sets too": (
-            "sweep.lora.r=[8,16] --override lora.r=4",
-            "lora.r has a value for all trials",
-        ),
-        "a word for a number": ("train.learning_rate=fast", "train.learning_rate=fast: must be a number, not 'fast'"),
-        "a number that is none": ("train.learning_rate=.nan", "train.learning_rate=.nan: must be a number, not '.nan'"),
-        "an override of no key": ("lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"),
-        "a layout that these GPUs can't make": (
-            "layout.shard=3",
-            "layout.shard=3: shard 3 x replicate 1 = 3, not the number of ranks, 1",
-        ),
-        "two lengths of warm-up": (
-            "train.warmup_steps=5",
-            "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",
-        ),
-        "best model at the end, and no evaluation": (
-            "train.load_best_model_at_end=true",
-            "the best checkpoint is wanted, but evaluation is off",
-        ),
-        "sets that should not get worse, and no evaluation": (
-            "'data.keep={old: {path: data/train.jsonl}}'",
-            "kept sets are measured at evaluations, and train.eval_strategy is no",
-        ),
-        "a target that nothing has": (
-            "lora.target_modules=[q_proj,wq]",
-            "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",
-        ),
-        "the head as a target": (
-            "lora.target_modules=[o_proj,lm_head]",
-            "lm_head can't be adapted: the loss is computed from its weight",
-        ),
-        "DoRA with experts": ("lora.use_dora=true --override lora.experts=true", "DoRA doesn't work on routed experts"),
-        "another alpha than that of the adapter to continue": (
-            "lora.adapter=run/final --override lora.lora_alpha=16",
-            "lora.lora_alpha=16: is 16, and run/final was trained with 8",
-        ),
-        "another scale than that of the adapter to continue": (
-            "lora.adapter=run/final --override lora.use_rslora=true",
-            "lora.use_rslora=true: is True, and run/final was trained with False",
-        ),
-        "other targets than those of the adapter to continue": (
-            "lora.adapter=run/final --override lora.target_modules=[o_proj]",
-            "run/final is another adapter: it adapts model.layers.0.self_attn.q_a_proj, and this run would not",
-        ),
-        "no model at the path": (
-            "model.model_name_or_path=models",
-            "no folder 'models', and no published model of that name is known",
-        ),
-    },
-    NEW: {
-        "a trial whose value is invalid": ("sweep.lora.r=[8,0]", "trial r0: must be"),
-        "a GPU is planned, and none is here": (
-            "cluster.gpu=h200",
-            "the run is planned for h200, and torch … finds no usable GPU",
-        ),
-        "data that are away": ("data.dataset_name_or_path=dta", "dta is not on this machine"),
-        "a column that is not there": ("data.text_field=txt", "the data have no column 'txt'; they have 'text'"),
-        "trained on with another base": (
-            "lora.adapter=run/final --override model.model_name_or_path=other",
-            "the weights of other … are not those that run/final was trained on",
-        ),
-        "trained on from no adapter": (
-            "lora.adapter=data",
-            "--override lora.adapter=data: no adapter_config.json in data",
-        ),
-    },
-    "data run.yaml": {
-        "a data file that is not there, named like a set on the hub": (
-            "data.dataset_name_or_path=rows/train.jsonl",
-            "rows/train.jsonl does not exist",
-        ),
-    },
-}
+OVERRIDDEN: dict[str, dict[str, list[str]]] = yaml.safe_load("""
+plan run.yaml:
+  a sweep over a key that changes the base: ["sweep.layout.name=[resident,full-shard]",
+    "trials can't differ in layout.name: every layout computes the same"]
+  a sweep with one value: ["sweep.lora.r=[8]", "sweep.lora.r=[8]: has one value: nothing is compared"]
+  two trials that are the same run: ["sweep.lora.r=[8,8]", "sweep.lora.r=[8,8]: is the same as number 1"]
+  a sweep that would train the base itself: ["sweep.lora.r=[8,16] --override lora.modules_to_save=[lm_head]",
+    "it trains weights of the base, which all trials share"]
+  a key of a sweep that an option sets too: ["sweep.lora.r=[8,16] --override lora.r=4",
+    lora.r has a value for all trials]
+  a word for a number: [train.learning_rate=fast, "train.learning_rate=fast: must be a number, not 'fast'"]
+  a number that is none: [train.learning_rate=.nan, "train.learning_rate=.nan: must be a number, not '.nan'"]
+  an override of no key: [lora.rnk=8, "--override lora.rnk=8: the run file has no lora.rnk"]
+  a layout that these GPUs can't make: [layout.shard=3,
+    "layout.shard=3: shard 3 x replicate 1 = 3, not the number of ranks, 1"]
+  two lengths of warm-up: [train.warmup_steps=5,
+    "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)"]
+  best model at the end, and no evaluation: [train.load_best_model_at_end=true,
+    "the best checkpoint is wanted, but evaluation is off"]
+  sets that should not get worse, and no evaluation: ["'data.keep={old: {path: data/train.jsonl}}'",
+    "kept sets are measured at evaluations, and train.eval_strategy is no"]
+  a target that nothing has: ["lora.target_modules=[q_proj,wq]",
+    "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj"]
+  the head as a target: ["lora.target_modules=[o_proj,lm_head]",
+    "lm_head can't be adapted: the loss is computed from its weight"]
+  DoRA with experts: [lora.use_dora=true --override lora.experts=true, "DoRA doesn't work on routed experts"]
+  another alpha than that of the adapter to continue: [lora.adapter=run/final --override lora.lora_alpha=16,
+    "lora.lora_alpha=16: is 16, and run/final was trained with 8"]
+  another scale than that of the adapter to continue: [lora.adapter=run/final --override lora.use_rslora=true,
+    "lora.use_rslora=true: is True, and run/final was trained with False"]
+  other targets than those of the adapter to continue:
+    ["lora.adapter=run/final --override lora.target_modules=[o_proj]",
+     "run/final is another adapter: it adapts model.layers.0.self_attn.q_a_proj, and this run would not"]
+  no model at the path: [model.model_name_or_path=models,
+    "no folder 'models', and no published model of that name is known"]
+train run.yaml --override train.output_dir=new:
+  a trial whose value is invalid: ["sweep.lora.r=[8,0]", "trial r0: must be"]
+  a GPU is planned, and none is here: [cluster.gpu=h200, "the run is planned for h200, and torch … finds no usable GPU"]
+  data that are away: [data.dataset_name_or_path=dta, dta is not on this machine]
+  a column that is not there: [data.text_field=txt, "the data have no column 'txt'; they have 'text'"]
+  trained on with another base: [lora.adapter=run/final --override model.model_name_or_path=other,
+    the weights of other … are not those that run/final was trained on]
+  trained on from no adapter: [lora.adapter=data, "--override lora.adapter=data: no adapter_config.json in data"]
+data run.yaml:
+  a data file that is not there, named like a set on the hub: [data.dataset_name_or_path=rows/train.jsonl,
+    rows/train.jsonl does not exist]
+""")
 OTHERS = (
     Fault(
         "a regular expression that reaches the least",
@@ -618,10 +582,9 @@ def page() -> str:
         (fault, fault.command if fault.plant is nothing else fault.command.partition(" --o")[0]) for fault in FAULTS
     )
     rows = [(fault.what, f"`windlass {command}`".replace("|", r"\|"), fault.says) for fault, command in shown]
-    table = "".join(
-        f"| {what} | {by} | {says.replace('|', chr(92) + '|')} |\n" for what, by, says in [*rows, *marked()]
-    )
-    count = len(rows) + len([*marked()])
+    rows += marked()
+    count = len(rows)
+    table = "".join(f"| {what} | {by} | {says.replace('|', chr(92) + '|')} |\n" for what, by, says in rows)
     return f"""\
 # Faults that are planted, and what names them
 
@@ -637,7 +600,7 @@ def marked() -> Iterator[tuple[str, str, str]]:
     """Return (what, by, says) of every test that plants its own fault, read from the files."""
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(text)) if "mark.fault(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
                 what, by, says = (ast.literal_eval(one) if isinstance(one, ast.Constant) else "" for one in node.args)
                 assert all(text.count(part) > 1 for part in says.split("…")), f"{path}: nothing requires {says!r}"

@@ -186,6 +186,18 @@ def test_stacked_rows_equal_rows_end_to_end(packed: PreparedData) -> None:
     assert [one[[0, 2]].tolist() for one in counted if one is not None] == [[tokens, len(losses[0])]] * 2
 
 
+def test_no_document_is_predicted_from_the_one_before() -> None:
+    """Rows stacked and rows end to end: the first token of a document, and padding, have no loss."""
+    rows = [
+        {"input_ids": np.array([5, 6, 7, 8, 9]), "seq_lengths": [2, 3]},
+        {"input_ids": np.array([3, 4]), "seq_lengths": [2]},
+    ]
+    stacked = PaddedPackingCollator(0)(rows)["labels"].tolist()
+    assert stacked == [[-100, 6, -100, 8, 9], [-100, 4, -100, -100, -100]]
+    (laid,) = PaddingFreeCollator()(rows)["labels"].tolist()
+    assert laid == [-100, 6, -100, 8, 9, -100, 4]
+
+
 def test_order_depends_only_on_seed_and_epoch() -> None:
     """Exactly these orders: otherwise a run resumed from an older windlass would train on other rows."""
     lengths = np.array([5, 3, 8, 1, 9, 2, 7, 6])

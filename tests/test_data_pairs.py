@@ -323,7 +323,7 @@ def test_a_pair_is_one_row_of_order_hold_out_and_mix(prepared: Prepare, tmp_path
     swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[3:4]]
     assert prepared(rows[3], *swapped).audit["splits"]["train"]["duplicates"] == 0
 
-    chats, intel = (write_rows(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(([CHATS] * 3, [INTEL] * 2)))
+    chats, intel = write_rows(tmp_path / "b.jsonl", [CHATS] * 3), write_rows(tmp_path / "c.jsonl", [INTEL] * 2)
     mixed = prepared(mix=[{"path": str(chats), "epochs": 2}, {"path": str(intel), "columns": {"prompt": "question"}}])
     assert mixed.shares == ((3, 6), (2, 2))
     assert [row["source"] for row in mixed.train.to_pylist()] == [[0]] * 3 + [[1]] * 2
@@ -332,7 +332,11 @@ def test_a_pair_is_one_row_of_order_hold_out_and_mix(prepared: Prepare, tmp_path
 
 def test_batches_of_pairs(prepared: Prepare) -> None:
     """Two rows a pair, chosen first, padded to the longest; end to end, two documents a pair."""
-    rows = prepared(*make_rows(8)).train.to_pylist()
+    done = prepared(*make_rows(8))
+    rows = done.train.to_pylist()
+    assert done.lengths is not None
+    assert done.lengths.tolist() == [2 * max(row["seq_lengths"]) for row in rows]
+    assert isinstance(done.collator(0), PairCollator)
     batch = PairCollator(0)(rows[2:5])
     sides = [side for row in rows[2:5] for side in split_sides(row)]
     longest = max(len(ids) for ids, _ in sides)

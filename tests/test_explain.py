@@ -114,6 +114,15 @@ def test_a_file_is_explained_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
         explain.explain_file(path)
 
 
+def test_explanation_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        explain.print_rows(explain.explain_topic("gradient_accumulation_steps"))
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= columns
+        assert "(in an Accelerate file)" in re.sub(r"\s+", " ", shown)
+
+
 # --- the page about DeepSpeed ---------------------------------------------------------------------------------------
 
 

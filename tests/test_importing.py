@@ -41,6 +41,9 @@ def test_a_configuration_becomes_a_run_file(base: str, name: str, tmp_path: Path
     for old, new in case.get("instead", {}).items():
         text = text.replace(old, new)
     expected, keys = case.get("becomes", {}), case.get("refused", [])
+    if "info" in case:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/dataset_info.json").write_text(json.dumps(case["info"]))
     file = tmp_path / ("run.sh" if "--" in text else "run.yml")
     file.write_text(text)
     made = import_file(file)
@@ -92,6 +95,10 @@ def test_llamafactory_data_set_that_is_described_nowhere_is_refused(tmp_path: Pa
     assert problem.hint == "did you mean identities?"
     file.write_text(edited(LLAMA_FACTORY, dataset="identity", dataset_dir="ONLINE"))
     assert not import_file(file).problems
+    info = {"texts": {"file_name": "a.jsonl", "ranking": True, "columns": {"chosen": "good"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    file.write_text(edited(LLAMA_FACTORY, dataset="texts"))
+    assert any(problem.where.endswith("texts.ranking") for problem in import_file(file).problems)
 
 
 def test_the_machine_and_overrides_are_written_into_the_run_file(tmp_path: Path) -> None:
@@ -133,65 +140,6 @@ def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path, capsys: pytest.
     assert run("init", "tiny-cpu", "--force")[0] == 0
     assert read_run_file(out).run.cluster.gpu == "cpu"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yml", "b.yml", "run.yaml"]
-
-
-def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
-    info = {
-        "own": {"file_name": "a.jsonl", "columns": {"prompt": "question", "response": "output"}, "num_samples": 50},
-        "chats": {
-            "hf_hub_url": "org/chats",
-            "split": "sft",
-            "formatting": "sharegpt",
-            "columns": {"messages": "turns", "tools": "functions"},
-            "tags": {"role_tag": "who", "content_tag": "content", "user_tag": "human", "assistant_tag": "expert"},
-        },
-        "pairs": {"file_name": "p.jsonl", "ranking": True, "columns": {"chosen": "good"}, "folder": "sub"},
-    }
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
-    file = tmp_path / "l.yaml"
-    file.write_text(edited(LLAMA_FACTORY, dataset="own,chats,pairs"))
-    made = import_file(file)
-    own, chats, _ = made.settings["data.mix"]
-    assert own == {
-        "path": "data/a.jsonl", "split": "train[:50]", "format": "alpaca", "columns": {"instruction": "question"}
-    }  # fmt: skip
-    assert chats == {
-        "path": "org/chats", "split": "sft[:1000]", "messages_field": "turns",
-        "columns": {"role": "who", "tools": "functions"},
-    }  # fmt: skip
-    assert {problem.where.rpartition(": ")[2] for problem in made.problems} == {
-        "chats.tags", "pairs.ranking", "pairs.columns", "pairs.folder"
-    }  # fmt: skip
-
-
-def test_llamafactory_pairs_are_resolved(tmp_path: Path) -> None:
-    texts = {"prompt": "q", "query": "input", "chosen": "good", "rejected": "rejected"}
-    chats = {"messages": "turns", "chosen": "chosen", "rejected": "bad"}
-    info = {
-        "texts": {"file_name": "a.jsonl", "ranking": True, "columns": texts},
-        "chats": {"file_name": "b.jsonl", "ranking": True, "formatting": "sharegpt", "columns": chats},
-        "answers": {"file_name": "c.jsonl"},
-    }
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
-    file = tmp_path / "l.yaml"
-    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,chats"))
-    made = import_file(file)
-    assert not made.problems
-    assert made.settings["data.mix"] == [
-        {
-            "path": "data/a.jsonl",
-            "split": "train[:1000]",
-            "format": "alpaca",
-            "columns": {"instruction": "q", "chosen": "good"},
-        },
-        {"path": "data/b.jsonl", "split": "train[:1000]", "messages_field": "turns", "columns": {"rejected": "bad"}},
-    ]
-    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,answers"))
-    assert [problem.where for problem in import_file(file).problems] == [f"{file}: dataset_info.json: answers"]
-    file.write_text(edited(LLAMA_FACTORY, dataset="texts"))
-    assert any(problem.where.endswith("texts.ranking") for problem in import_file(file).problems)
 
 
 def test_trl_objective_is_read_from_its_command(tmp_path: Path) -> None:

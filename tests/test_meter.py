@@ -204,6 +204,17 @@ class Router(nn.Module):
         return hidden, hidden, self.chosen
 
 
+def test_flops_of_a_rank_with_a_part_of_the_experts_are_the_same() -> None:
+    def mixture(stored: int) -> nn.Module:
+        layer = nn.Module()
+        layer.gate, layer.experts = Router([0]), nn.ParameterDict({"up": torch.zeros(stored, 16, 4)})
+        model = nn.Module()
+        model.mlp = layer
+        return model
+
+    assert count_flops(mixture(4), recomputes=False).weights == count_flops(mixture(2), recomputes=False).weights > 0
+
+
 def test_expert_balance_of_planted_routers() -> None:
     model = nn.ModuleList([Router([0, 0, 0, 0]), Router([0, 1, 2, 3]), Router([1, 1, 2, 3])])
     balance = ExpertBalance(model)

@@ -68,15 +68,10 @@ def test_the_adapter_asks_as_it_was_trained(chats: Path) -> None:
     assert "".join(part["text"] for part in read_json(arrow)["samples"][0]["parts"]).startswith(expected), tokens
     assert list(read_json_lines(chats / "run" / "samples.jsonl"))
     assert render(chats / "run" / "final") == expected
-    for command in (
-        "export run/checkpoints/step-1 --to exported",
-        "export run/final --merge --to merged",
-    ):
-        code, said = windlass(command, chats)
-        assert code == 0, said
-    assert render(chats / "exported") == render(chats / "merged") == expected
-    for name in ("exported", "merged"):
-        assert "| chat template | own.jinja |" in (chats / name / "README.md").read_text()
+    code, said = windlass("export run/checkpoints/step-1 --to exported", chats)
+    assert code == 0, said
+    assert render(chats / "exported") == expected
+    assert "| chat template | own.jinja |" in (chats / "exported" / "README.md").read_text()
     # A folder of its own, without its run
     shutil.move(chats / "run" / "final", chats / "alone")
     shutil.rmtree(chats / "run")

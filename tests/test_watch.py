@@ -26,7 +26,7 @@ from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
 from windlass.observe.watch import live, monitor
-from windlass.observe.watch.detectors import BY_KIND, Alarm, make_hint
+from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import Heartbeat, Position, find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
@@ -112,8 +112,8 @@ def change(after: int = 0, until: int = 10**9, of: int | None = None, **values: 
 
 
 def late(after: int, name: str, seconds: float, of: int | None = None) -> Fault:
-    names = (name, "step_seconds")
-    return change(after, of=of, **{each: lambda _, line, each=each: line[each] + seconds for each in names})
+    later: Any = {each: lambda _, line, each=each: line[each] + seconds for each in (name, "step_seconds")}
+    return change(after, of=of, **later)
 
 
 def slow_data(step: int, rank: int, line: Record) -> None:
@@ -355,6 +355,17 @@ def test_sockets_are_found_in_nccls_log(tmp_path: Path, monkeypatch: pytest.Monk
     assert found(trial) == [], "of an earlier try: the network has been mended since"
     log.write_text(NCCL_LOG.format(net="Socket") * 2)  # by a process of the same number
     assert [alarm.kind for alarm in found(trial)] == ["sockets"]
+
+
+def test_a_long_run_is_watched_in_constant_space(tmp_path: Path) -> None:
+    raised: list[Alarm] = []
+    monitor = Monitor(write(tmp_path, 3, count=1000, ranks=1), Watch(), 1, raised=raised.append)
+    monitor.check_new_records()
+    assert raised == []
+    assert len(monitor.history.memory[0].whole_run) <= SAMPLES
+    assert monitor.history.memory[0].whole_run[0][0] == 1
+    assert len(monitor.history.joined) < 100
+    assert not monitor.joined.waiting
 
 
 def test_every_detector_is_a_setting_and_documented() -> None:
