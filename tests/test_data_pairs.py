@@ -15,6 +15,7 @@ from trl import DPOTrainer
 from windlass import tiny
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.data.packing import PAIRS, iter_documents
+from windlass.data.preference import find_answers
 from windlass.data.prepare import PreparedData
 from windlass.rehearse.material import list_requested_columns, make_up_rows
 from windlass.runfile import RunFile
@@ -388,3 +389,13 @@ def test_a_probe_takes_the_chosen_sequences(prepared: Prepare) -> None:
     chosen = [split_sides(row)[0] for row in table.to_pylist()]
     assert [ids.tolist() for ids, _ in iter_documents(table)] == [ids for ids, _ in chosen]
     assert all(row["ids"] in [ids for ids, _ in chosen] for row in choose_rows(table))
+
+
+def test_answers_to_a_prompt_in_common_begin_with_their_space() -> None:
+    """Tokenizers join it to the word."""
+    for chosen, rejected, answer in (
+        ("The sky is blue", "The sky is blueish", " blue"),
+        ("The sky is\nblue", "The sky is\nred", "blue"),
+        ("Why?\n\nAssistant: Blue.", "Why?\n\nAssistant: Blue it is.", " Blue."),  # behind the speaker's mark
+    ):
+        assert chosen[find_answers(chosen, rejected) :] == answer

@@ -91,12 +91,13 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(documents, "GROUPED", {"enable_gqa": True})
     tiny.write_family(tmp_path / "model", family, config={**CONFIGS, **FAMILIES}.get(family, {}))
     batch = collate(make_rows(*ROWS))
+    model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
+    enable_checkpointing(model, {"use_reentrant": False})
+    model.train()
     found = []
     for by_document in (False, True):
+        model.zero_grad()
         torch.manual_seed(0)
-        model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
-        enable_checkpointing(model, {"use_reentrant": False})
-        model.train()
         with Patches() as patches:
             patches.patch_forward(model)
             if by_document:

@@ -229,7 +229,7 @@ def write_rows(folder: Path, kind: str, count: int = 700) -> str:
     return str(write_json_lines(folder / "rows.jsonl", lines))
 
 
-def count_trained(plan: planning.Plan, audited: Callable[[Any], None] = str) -> int:
+def count_trained(plan: planning.Plan, audited: Callable[[Any], Any] = str) -> int:
     """Count the steps that training would make, and compare them with the plan's."""
     tokenizer, _ = open_model_tokenizer(plan.loaded)
     data = prepare_data(plan.run, tokenizer, where=plan.where, say=print, audited=audited)
