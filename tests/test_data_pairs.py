@@ -156,9 +156,7 @@ def test_tokens_are_those_of_trl(prepared: Prepare, tokenizer: Any, row: Row) ->
 
 REFUSED: list[tuple[str, Row, str]] = [
     ("empty chosen text", {**TEXTS, "chosen": "  "}, "empty-answer"),
-    ("null rejected text", {**TEXTS, "rejected": None}, "empty-answer"),
     ("empty rejected messages", {**CHATS, "rejected": []}, "empty-answer"),
-    ("an answer without words", {**CHATS, "chosen": [assistant(" ")]}, "empty-answer"),
     ("an answer that isn't trained on", {**CHATS, "chosen": [assistant("4", weight=0)]}, "empty-answer"),
     ("a chat that ends with the prompt", {**WHOLE, "rejected": WHOLE["chosen"][:3]}, "empty-answer"),
     ("another question", {**WHOLE, "rejected": [user("3 + 3?"), assistant("6")]}, "prompt-differs"),
@@ -257,7 +255,6 @@ def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: 
     ("row", "section", "code", "place"),
     [
         (TEXTS, {"objective": "sft"}, "wrong-objective", "data.dataset_name_or_path"),
-        (WHOLE, {"objective": "sft"}, "wrong-objective", "data.dataset_name_or_path"),
         (TEXTS, {"objective": "sft", "format": "preference"}, "wrong-objective", "data.format"),
         ({"text": "2 + 2 is 4"}, {}, "wrong-objective", "train.objective"),
         ({"prompt": "2 + 2?", "chosen": "4"}, {}, "wrong-objective", "train.objective"),
@@ -266,7 +263,6 @@ def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: 
         (INTEL, {}, "no-such-column", "data.columns"),
         (TEXTS, {"prompt_template": "{prompt} [[{chosen}]]"}, "not-in-format", "data.prompt_template"),
         (CHATS, {"turns": "last"}, "no-effect", "data.turns"),
-        (TEXTS, {"text_field": "prompt"}, "no-effect", "data.text_field"),
         (TEXTS, {"completion_only_loss": False}, "no-effect", "data.completion_only_loss"),
     ],
 )

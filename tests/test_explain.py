@@ -69,8 +69,6 @@ def test_names_of_the_run_file() -> None:
 
 UNKNOWN = {
     "fsdp_offlaod_params": "fsdp_offload_params",
-    "fsdp_offload_param": "fsdp_offload_params",
-    "NCCL_SOCKET_IFNAMES": "NCCL_SOCKET_IFNAME",
     "nccl_ib_hcas": "NCCL_IB_HCA",
     "full_shard": "full-shard",
     "IFNAME": "NCCL_SOCKET_IFNAME",
