@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Plant = Callable[[], object]  # in the folder of the run
 RUN, DATA, INDEX = "run.yaml", "data/train.jsonl", "model/model.safetensors.index.json"
 SHARD, ADAPTER = "model/model-00001-of-00002.safetensors", "run/final/adapter_model.safetensors"
@@ -179,6 +181,10 @@ def key(text: str) -> Plant:
 # command -> what is planted: how, and what the command says
 PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
     "plan run.yaml": {
+        "an imported run file with keys that were refused": (
+            head(RUN, "# INCOMPLETE: from a.yml of Axolotl, without a counterpart of: rl"),
+            "run.yaml:1: is incomplete: from a.yml of Axolotl, without a counterpart of: rl",
+        ),
         "a misspelt key": (
             swap(RUN, "lora_alpha", "lora_alhpa"),
             "run.yaml:2: lora.lora_alhpa: `lora` has no such key … did you mean lora_alpha?",
@@ -345,139 +351,183 @@ PLANTED: dict[str, dict[str, tuple[Plant, str]]] = {
             "init_lora_weights: pissa changed the base when training began",
         ),
     },
+    "submit run.yaml --to kubernets --dry-run": {
+        "a platform that is not known": (nothing, "unknown platform 'kubernets'"),
+    },
+    "submit run.yaml --to skypilot --dry-run": {
+        "a run folder that goes away with its rented machines": (
+            nothing,
+            "train.output_dir: run is on no mount: what the run writes would vanish with its machines",
+        ),
+        "rented machines without windlass": (nothing, "cluster.install: its nodes have no windlass"),
+        "a model of links, which are not uploaded": (
+            link_model,
+            "model.model_name_or_path: model has links, which are not uploaded",
+        ),
+    },
+    TRAIN: {
+        "a finished run trained again": (nothing, "run.yaml:5: train.output_dir: run contains a finished run"),
+        "an unfinished run begun anew": (unfinished(), "run contains an unfinished run … add --resume to continue it"),
+    },
+    f"{NEW} --override data.val_fraction=0.1": {
+        "a file with prompts that is not there": (
+            swap(RUN, 'eval_strategy: "no"', "sample: {file: p.txt}"),
+            "train.sample.file: p.txt can't be read: No such file or directory",
+        ),
+    },
+    f"{NEW} --override lora.adapter=run/final": {
+        "trained on from a part of an adapter": (
+            tensors(ADAPTER, lambda t: t.pop(min(t))),
+            "run/final: adapter_model.safetensors has no tensors for model.layers.0.self_attn",
+        ),
+    },
+    "plan run.yaml --override lora.adapter=run/final": {
+        "an adapter of another kind to continue": (
+            foreign(table("run/final/adapter_config.json", lambda c: c.update(peft_type="LOHA"))),
+            "run/final/adapter_config.json: the adapter is of the kind LOHA",
+        ),
+        "an adapter to continue that moved its base": (
+            foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
+            "init_lora_weights: pissa changed the base when training began",
+        ),
+    },
+    f"{MERGE} --base other": {
+        "merged into another base": (nothing, "the weights of other … are not those that run/final was trained on"),
+    },
+    f"{GENERATE} --base other": {
+        "generated with another base": (nothing, "the weights of other … are not those that run/final was trained on"),
+    },
+    "export run --for LlamaForCausalLM --to out": {
+        "a class that the base is not": (nothing, "--for: model is no LlamaForCausalLM"),
+    },
+    "export run --merge --to model": {
+        "an export over the model": (nothing, "--to model: it is the base model's folder"),
+    },
+    "import kto.yaml --out new.yaml": {
+        "preference data imported as answers": (
+            write(
+                "kto.yaml", "model_name_or_path: model\nstage: kto\nfinetuning_type: lora\ndataset: data/train.jsonl\n"
+            ),
+            "kto.yaml:2: stage: is kto … train this with LLaMA-Factory",
+        ),
+    },
+    PAIRS.replace("dpo", "sft"): {
+        "pairs trained on as answers": (
+            pairs(),
+            "the rows are pairs of a chosen and a rejected answer, and train.objective is sft",
+        ),
+    },
+    PAIRS: {
+        "dpo of rows without pairs": (nothing, "compares pairs of answers, and the rows have 'text', but no"),
+        "a rejected answer that is empty": (pairs(rejected=None), "row 2: the rejected answer is empty"),
+        "pairs whose chosen answers all equal the rejected ones": (
+            pairs_of_equals,
+            "3 rows left out (chosen equals rejected)",
+        ),
+        "answers to different prompts": (
+            write(DATA, '{"chosen": "\\n\\nHuman: 2?\\n\\nAssistant: 2", "rejected": "Human: 3?\\n\\nAssistant: 3"}\n'),
+            "row 1: chosen and rejected have no beginning in common, which would be their prompt",
+        ),
+        "an answer cut at max_length": (
+            pairs(rejected=" It is 5, or 6." * 20),
+            "row 2: 1 of 3 pairs with a sequence longer than data.max_length 48",
+        ),
+    },
+    f"{PAIRS} --override data.packing=true": {
+        "packed pairs": (pairs(), "data.packing=true: pairs aren't packed"),
+    },
+    "data run.yaml --override data.val_fraction=0.1 --override data.val_split=null": {
+        "rows that are all equal, of which some are held out": (
+            write(DATA, '{"text": "the same"}\n' * 9),
+            "all 9 rows are equal",
+        ),
+    },
+    MERGE: {
+        "merged with another epsilon": (
+            text_config(rms_norm_eps=0.1),
+            "config.json of model is not the one that run/final was trained with: rms_norm_eps 1e-06 then, 0.1 now",
+        ),
+    },
+    GENERATE: {
+        "generated with another rotary base": (
+            text_config(rope_theta=5.0),
+            "config.json of model is not the one that run/final was trained with: rope_theta",
+        ),
+    },
+    "export run/final --to out": {
+        "NaN in the adapter": (
+            foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
+            "lora_A.weight contains values that are not finite numbers",
+        ),
+    },
+    "export run/checkpoints/step-2 --to out": {
+        "one bit of a checkpoint's adapter differs": (
+            flip("run/checkpoints/step-2/adapter_model.safetensors"),
+            "adapter_model.safetensors is not what was written",
+        ),
+    },
+    "generate run/final --prompt import --tokens 1 --chat": {
+        "a chat template where there is none": (
+            remove("run/final/chat_template.jinja"),
+            "the tokenizer has no chat template",
+        ),
+    },
 }
 # command -> what an override gets wrong: the override, and what the command says
-OVERRIDDEN: dict[str, dict[str, tuple[str, str]]] = {
-    "plan run.yaml": {
-        "a word for a number": ("train.learning_rate=fast", "train.learning_rate=fast: must be a number, not 'fast'"),
-        "a number that is none": ("train.learning_rate=.nan", "train.learning_rate=.nan: must be a number, not '.nan'"),
-        "an override of no key": ("lora.rnk=8", "--override lora.rnk=8: the run file has no lora.rnk"),
-        "a layout that these GPUs can't make": (
-            "layout.shard=3",
-            "layout.shard=3: shard 3 x replicate 1 = 3, not the number of ranks, 1",
-        ),
-        "two lengths of warm-up": (
-            "train.warmup_steps=5",
-            "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)",
-        ),
-        "best model at the end, and no evaluation": (
-            "train.load_best_model_at_end=true",
-            "the best checkpoint is wanted, but evaluation is off",
-        ),
-        "sets that should not get worse, and no evaluation": (
-            "'data.keep={old: {path: data/train.jsonl}}'",
-            "kept sets are measured at evaluations, and train.eval_strategy is no",
-        ),
-        "a target that nothing has": (
-            "lora.target_modules=[q_proj,wq]",
-            "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj",
-        ),
-        "the head as a target": (
-            "lora.target_modules=[o_proj,lm_head]",
-            "lm_head can't be adapted: the loss is computed from its weight",
-        ),
-        "DoRA with experts": ("lora.use_dora=true --override lora.experts=true", "DoRA doesn't work on routed experts"),
-        "another alpha than that of the adapter to continue": (
-            "lora.adapter=run/final --override lora.lora_alpha=16",
-            "lora.lora_alpha=16: is 16, and run/final was trained with 8",
-        ),
-        "another scale than that of the adapter to continue": (
-            "lora.adapter=run/final --override lora.use_rslora=true",
-            "lora.use_rslora=true: is True, and run/final was trained with False",
-        ),
-        "other targets than those of the adapter to continue": (
-            "lora.adapter=run/final --override lora.target_modules=[o_proj]",
-            "run/final is another adapter: it adapts model.layers.0.self_attn.q_a_proj, and this run would not",
-        ),
-        "no model at the path": (
-            "model.model_name_or_path=models",
-            "no folder 'models', and no published model of that name is known",
-        ),
-    },
-    NEW: {
-        "a GPU is planned, and none is here": (
-            "cluster.gpu=h200",
-            "the run is planned for h200, and torch … finds no usable GPU",
-        ),
-        "data that are away": ("data.dataset_name_or_path=dta", "dta is not on this machine"),
-        "a column that is not there": ("data.text_field=txt", "the data have no column 'txt'; they have 'text'"),
-        "trained on with another base": (
-            "lora.adapter=run/final --override model.model_name_or_path=other",
-            "the weights of other … are not those that run/final was trained on",
-        ),
-        "trained on from no adapter": (
-            "lora.adapter=data",
-            "--override lora.adapter=data: no adapter_config.json in data",
-        ),
-    },
-}
+OVERRIDDEN: dict[str, dict[str, list[str]]] = yaml.safe_load("""
+plan run.yaml:
+  a sweep over a key that changes the base: ["sweep.layout.name=[resident,full-shard]",
+    "trials can't differ in layout.name: every layout computes the same"]
+  a sweep with one value: ["sweep.lora.r=[8]", "sweep.lora.r=[8]: has one value: nothing is compared"]
+  two trials that are the same run: ["sweep.lora.r=[8,8]", "sweep.lora.r=[8,8]: is the same as number 1"]
+  a sweep that would train the base itself: ["sweep.lora.r=[8,16] --override lora.modules_to_save=[lm_head]",
+    "it trains weights of the base, which all trials share"]
+  a key of a sweep that an option sets too: ["sweep.lora.r=[8,16] --override lora.r=4",
+    lora.r has a value for all trials]
+  a word for a number: [train.learning_rate=fast, "train.learning_rate=fast: must be a number, not 'fast'"]
+  a number that is none: [train.learning_rate=.nan, "train.learning_rate=.nan: must be a number, not '.nan'"]
+  an override of no key: [lora.rnk=8, "--override lora.rnk=8: the run file has no lora.rnk"]
+  a layout that these GPUs can't make: [layout.shard=3,
+    "layout.shard=3: shard 3 x replicate 1 = 3, not the number of ranks, 1"]
+  two lengths of warm-up: [train.warmup_steps=5,
+    "warm-up is set both as steps and as a share (run.yaml:9: train.warmup_ratio)"]
+  best model at the end, and no evaluation: [train.load_best_model_at_end=true,
+    "the best checkpoint is wanted, but evaluation is off"]
+  sets that should not get worse, and no evaluation: ["'data.keep={old: {path: data/train.jsonl}}'",
+    "kept sets are measured at evaluations, and train.eval_strategy is no"]
+  a target that nothing has: ["lora.target_modules=[q_proj,wq]",
+    "'wq' matches no module of Mistral4ForCausalLM … known: q_a_proj"]
+  the head as a target: ["lora.target_modules=[o_proj,lm_head]",
+    "lm_head can't be adapted: the loss is computed from its weight"]
+  DoRA with experts: [lora.use_dora=true --override lora.experts=true, "DoRA doesn't work on routed experts"]
+  another alpha than that of the adapter to continue: [lora.adapter=run/final --override lora.lora_alpha=16,
+    "lora.lora_alpha=16: is 16, and run/final was trained with 8"]
+  another scale than that of the adapter to continue: [lora.adapter=run/final --override lora.use_rslora=true,
+    "lora.use_rslora=true: is True, and run/final was trained with False"]
+  other targets than those of the adapter to continue:
+    ["lora.adapter=run/final --override lora.target_modules=[o_proj]",
+     "run/final is another adapter: it adapts model.layers.0.self_attn.q_a_proj, and this run would not"]
+  no model at the path: [model.model_name_or_path=models,
+    "no folder 'models', and no published model of that name is known"]
+train run.yaml --override train.output_dir=new:
+  a trial whose value is invalid: ["sweep.lora.r=[8,0]", "trial r0: must be"]
+  a GPU is planned, and none is here: [cluster.gpu=h200, "the run is planned for h200, and torch … finds no usable GPU"]
+  data that are away: [data.dataset_name_or_path=dta, dta is not on this machine]
+  a column that is not there: [data.text_field=txt, "the data have no column 'txt'; they have 'text'"]
+  trained on with another base: [lora.adapter=run/final --override model.model_name_or_path=other,
+    the weights of other … are not those that run/final was trained on]
+  trained on from no adapter: [lora.adapter=data, "--override lora.adapter=data: no adapter_config.json in data"]
+data run.yaml:
+  a data file that is not there, named like a set on the hub: [data.dataset_name_or_path=rows/train.jsonl,
+    rows/train.jsonl does not exist]
+""")
 OTHERS = (
-    Fault(
-        "a sweep over a key that changes the base",
-        nothing,
-        "plan run.yaml --override sweep.layout.name=[resident,full-shard]",
-        "trials can't differ in layout.name: every layout computes the same",
-    ),
-    Fault(
-        "a sweep with one value",
-        nothing,
-        "plan run.yaml --override sweep.lora.r=[8]",
-        "sweep.lora.r=[8]: has one value: nothing is compared",
-    ),
-    Fault(
-        "two trials that are the same run",
-        nothing,
-        "plan run.yaml --override sweep.lora.r=[8,8]",
-        "sweep.lora.r=[8,8]: is the same as number 1",
-    ),
-    Fault(
-        "a trial whose value is invalid",
-        nothing,
-        "train run.yaml --override train.output_dir=new --override sweep.lora.r=[8,0]",
-        "trial r0: must be",
-    ),
-    Fault(
-        "a sweep that would train the base itself",
-        nothing,
-        "plan run.yaml --override sweep.lora.r=[8,16] --override lora.modules_to_save=[lm_head]",
-        "it trains weights of the base, which all trials share",
-    ),
-    Fault(
-        "a key of a sweep that an option sets too",
-        nothing,
-        "plan run.yaml --override sweep.lora.r=[8,16] --override lora.r=4",
-        "lora.r has a value for all trials",
-    ),
     Fault(
         "a regular expression that reaches the least",
         nothing,
         r"plan run.yaml --override lora.target_modules=.*attn\.(q|k|v|o)_proj",
         "lora.target_modules reaches o_proj of self_attn, not q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj",
         0,
-    ),
-    Fault(
-        "a platform that is not known",
-        nothing,
-        "submit run.yaml --to kubernets --dry-run",
-        "unknown platform 'kubernets'",
-    ),
-    Fault(
-        "a run folder that goes away with its rented machines",
-        nothing,
-        "submit run.yaml --to skypilot --dry-run",
-        "train.output_dir: run is on no mount: what the run writes would vanish with its machines",
-    ),
-    Fault(
-        "rented machines without windlass",
-        nothing,
-        "submit run.yaml --to skypilot --dry-run",
-        "cluster.install: its nodes have no windlass",
-    ),
-    Fault(
-        "a model of links, which are not uploaded",
-        link_model,
-        "submit run.yaml --to skypilot --dry-run",
-        "model.model_name_or_path: model has links, which are not uploaded",
     ),
     Fault(
         "a platform whose command is not here",
@@ -515,142 +565,6 @@ OTHERS = (
         "warning: data: 60 validation rows are in the training set as well (100.0%)",
         0,
     ),
-    Fault("a finished run trained again", nothing, TRAIN, "run.yaml:5: train.output_dir: run contains a finished run"),
-    Fault(
-        "a file with prompts that is not there",
-        swap(RUN, 'eval_strategy: "no"', "sample: {file: p.txt}"),
-        f"{NEW} --override data.val_fraction=0.1",
-        "train.sample.file: p.txt can't be read: No such file or directory",
-    ),
-    Fault(
-        "trained on from a part of an adapter",
-        tensors(ADAPTER, lambda t: t.pop(min(t))),
-        f"{NEW} --override lora.adapter=run/final",
-        "run/final: adapter_model.safetensors has no tensors for model.layers.0.self_attn",
-    ),
-    Fault(
-        "an adapter of another kind to continue",
-        foreign(table("run/final/adapter_config.json", lambda c: c.update(peft_type="LOHA"))),
-        "plan run.yaml --override lora.adapter=run/final",
-        "run/final/adapter_config.json: the adapter is of the kind LOHA",
-    ),
-    Fault(
-        "an adapter to continue that moved its base",
-        foreign(table("run/final/adapter_config.json", lambda c: c.update(init_lora_weights="pissa"))),
-        "plan run.yaml --override lora.adapter=run/final",
-        "init_lora_weights: pissa changed the base when training began",
-    ),
-    Fault(
-        "merged into another base",
-        nothing,
-        f"{MERGE} --base other",
-        "the weights of other … are not those that run/final was trained on",
-    ),
-    Fault(
-        "generated with another base",
-        nothing,
-        f"{GENERATE} --base other",
-        "the weights of other … are not those that run/final was trained on",
-    ),
-    Fault(
-        "a class that the base is not",
-        nothing,
-        "export run --for LlamaForCausalLM --to out",
-        "--for: model is no LlamaForCausalLM",
-    ),
-    Fault(
-        "an export over the model",
-        nothing,
-        "export run --merge --to model",
-        "--to model: it is the base model's folder",
-    ),
-    Fault(
-        "an imported run file with keys that were refused",
-        head(RUN, "# INCOMPLETE: from a.yml of Axolotl, without a counterpart of: rl"),
-        "plan run.yaml",
-        "run.yaml:1: is incomplete: from a.yml of Axolotl, without a counterpart of: rl",
-    ),
-    Fault(
-        "preference data imported as answers",
-        write("kto.yaml", "model_name_or_path: model\nstage: kto\nfinetuning_type: lora\ndataset: data/train.jsonl\n"),
-        "import kto.yaml --out new.yaml",
-        "kto.yaml:2: stage: is kto … train this with LLaMA-Factory",
-    ),
-    Fault(
-        "pairs trained on as answers",
-        pairs(),
-        PAIRS.replace("dpo", "sft"),
-        "the rows are pairs of a chosen and a rejected answer, and train.objective is sft",
-    ),
-    Fault("dpo of rows without pairs", nothing, PAIRS, "compares pairs of answers, and the rows have 'text', but no"),
-    Fault("a rejected answer that is empty", pairs(rejected=None), PAIRS, "row 2: the rejected answer is empty"),
-    Fault(
-        "pairs whose chosen answers all equal the rejected ones",
-        pairs_of_equals,
-        PAIRS,
-        "3 rows left out (chosen equals rejected)",
-    ),
-    Fault(
-        "answers to different prompts",
-        write(DATA, '{"chosen": "\\n\\nHuman: 2?\\n\\nAssistant: 2", "rejected": "Human: 3?\\n\\nAssistant: 3"}\n'),
-        PAIRS,
-        "row 1: chosen and rejected have no beginning in common, which would be their prompt",
-    ),
-    Fault(
-        "an answer cut at max_length",
-        pairs(rejected=" It is 5, or 6." * 20),
-        PAIRS,
-        "row 2: 1 of 3 pairs with a sequence longer than data.max_length 48",
-    ),
-    Fault("packed pairs", pairs(), f"{PAIRS} --override data.packing=true", "data.packing=true: pairs aren't packed"),
-    Fault(
-        "rows that are all equal, of which some are held out",
-        write(DATA, '{"text": "the same"}\n' * 9),
-        "data run.yaml --override data.val_fraction=0.1 --override data.val_split=null",
-        "all 9 rows are equal",
-    ),
-    Fault(
-        "a data file that is not there, named like a set on the hub",
-        nothing,
-        "data run.yaml --override data.dataset_name_or_path=rows/train.jsonl",
-        "rows/train.jsonl does not exist",
-    ),
-    Fault(
-        "an unfinished run begun anew",
-        unfinished(),
-        TRAIN,
-        "run contains an unfinished run … add --resume to continue it",
-    ),
-    Fault(
-        "merged with another epsilon",
-        text_config(rms_norm_eps=0.1),
-        MERGE,
-        "config.json of model is not the one that run/final was trained with: rms_norm_eps 1e-06 then, 0.1 now",
-    ),
-    Fault(
-        "generated with another rotary base",
-        text_config(rope_theta=5.0),
-        GENERATE,
-        "config.json of model is not the one that run/final was trained with: rope_theta",
-    ),
-    Fault(
-        "NaN in the adapter",
-        foreign(tensors(ADAPTER, lambda t: t[min(t)].fill_(float("nan")))),
-        "export run/final --to out",
-        "lora_A.weight contains values that are not finite numbers",
-    ),
-    Fault(
-        "one bit of a checkpoint's adapter differs",
-        flip("run/checkpoints/step-2/adapter_model.safetensors"),
-        "export run/checkpoints/step-2 --to out",
-        "adapter_model.safetensors is not what was written",
-    ),
-    Fault(
-        "a chat template where there is none",
-        remove("run/final/chat_template.jinja"),
-        "generate run/final --prompt import --tokens 1 --chat",
-        "the tokenizer has no chat template",
-    ),
 )
 FAULTS = (
     *(Fault(what, plant, command, says) for command, rows in PLANTED.items() for what, (plant, says) in rows.items()),
@@ -668,10 +582,9 @@ def page() -> str:
         (fault, fault.command if fault.plant is nothing else fault.command.partition(" --o")[0]) for fault in FAULTS
     )
     rows = [(fault.what, f"`windlass {command}`".replace("|", r"\|"), fault.says) for fault, command in shown]
-    table = "".join(
-        f"| {what} | {by} | {says.replace('|', chr(92) + '|')} |\n" for what, by, says in [*rows, *marked()]
-    )
-    count = len(rows) + len([*marked()])
+    rows += marked()
+    count = len(rows)
+    table = "".join(f"| {what} | {by} | {says.replace('|', chr(92) + '|')} |\n" for what, by, says in rows)
     return f"""\
 # Faults that are planted, and what names them
 
@@ -687,7 +600,7 @@ def marked() -> Iterator[tuple[str, str, str]]:
     """Return (what, by, says) of every test that plants its own fault, read from the files."""
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(text)) if "mark.fault(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
                 what, by, says = (ast.literal_eval(one) if isinstance(one, ast.Constant) else "" for one in node.args)
                 assert all(text.count(part) > 1 for part in says.split("…")), f"{path}: nothing requires {says!r}"

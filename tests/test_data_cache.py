@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_run import prepare_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
 from windlass.data.choose import CHANGES_NO_ROW
-from windlass.data.formats import FORMATS
-from windlass.data.prepare import PreparedData, prepare_data
-from windlass.runfile import Data, RunFile
+from windlass.data.prepare import PreparedData
+from windlass.runfile import Data
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -20,17 +20,11 @@ TEMPLATE = (
 )
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 LONG = [*CHAT, {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So.", "reasoning_content": "Mm"}]
-SPOKEN = [{"who": "user", "what": "Why?", **CHAT[1]}, {**CHAT[1], "who": "gpt", "what": "So."}]
-BOTH = {"role": "who", "content": "what"}
-SHARED = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
-ALPACA = {"instruction": "Add.", "input": "2, 2", "output": "4", "other": "Subtract.", "talk": [["a", "b"]]}
-IDS = {"input_ids": [5, 6, 7, 8], "marks": [0, 0, 1, 1], "labels": [-100, 6, 7, 8], "real": [0, 1, 1, 1]}
-MARKED = {"messages": [CHAT[0], {**CHAT[1], "skip": 0}, *LONG[2:]]}
 PAIR = {"prompt": "Why?", "completion": " Because.", "question": "How?"}
-TALK = {"prompt": CHAT[:1], "completion": CHAT[1:], "messages": CHAT, "conversations": SHARED, "text": "Why not?"}
+TALK = {"prompt": CHAT[:1], "completion": CHAT[1:], "messages": CHAT, "text": "Why not?"}
 TOOLS = json.dumps([{"name": "look"}])
 
-# Key of `data` -> the row, and the two sections; a column's name follows a dot.
+# Key of `data` -> the row, and the two sections.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "format": (TALK, {"format": "messages"}, {"format": "text"}),
     "text_field": ({"text": "One.", "body": "Two."}, {}, {"text_field": "body"}),
@@ -47,28 +41,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "max_length": ({"text": "One, two, three, four, five."}, {}, {"max_length": 6}),
     "packing": ({"text": "One."}, {}, {"packing": True}),
     "streaming": ({"text": "One."}, {}, {"streaming": True}),
-    "columns.messages": ({"messages": CHAT, "dialog": LONG}, {}, {"columns": {"messages": "dialog"}}),
-    "columns.conversations": ({"conversations": SHARED, "b": SHARED * 2}, {}, {"columns": {"conversations": "b"}}),
-    "columns.role": ({"messages": SPOKEN}, {"columns": {"content": "what"}}, {"columns": BOTH}),
-    "columns.content": ({"messages": SPOKEN}, {"columns": {"role": "who"}}, {"columns": BOTH}),
-    "columns.from": ({"conversations": [{**turn, "who": "gpt"} for turn in SHARED]}, {}, {"columns": {"from": "who"}}),
-    "columns.value": ({"conversations": [{**turn, "b": "No."} for turn in SHARED]}, {}, {"columns": {"value": "b"}}),
-    "columns.weight": (MARKED, {}, {"columns": {"weight": "skip"}}),
-    "columns.train": (MARKED, {}, {"columns": {"train": "skip"}}),
-    "columns.system": ({"messages": CHAT, "persona": "Be brief."}, {}, {"columns": {"system": "persona"}}),
-    "columns.tools": ({"messages": CHAT, "can": TOOLS}, {}, {"columns": {"tools": "can"}}),
-    "columns.prompt": (PAIR, {}, {"columns": {"prompt": "question"}}),
-    "columns.completion": (PAIR, {}, {"columns": {"completion": "question"}}),
-    "columns.instruction": (ALPACA, {}, {"columns": {"instruction": "other"}}),
-    "columns.output": (ALPACA, {}, {"columns": {"output": "other"}}),
-    "columns.input": (ALPACA, {}, {"columns": {"input": "other"}}),
-    "columns.history": (ALPACA, {}, {"columns": {"history": "talk"}}),
-    "columns.input_ids": ({**IDS, "labels": None}, {}, {"columns": {"input_ids": "marks"}}),
-    "columns.labels": (IDS | {"b": [5, 6, -100, 8]}, {}, {"columns": {"labels": "b"}}),
-    "columns.completion_mask": ({**IDS, "labels": None}, {}, {"columns": {"completion_mask": "marks"}}),
-    "columns.assistant_masks": ({**IDS, "labels": None}, {}, {"columns": {"assistant_masks": "marks"}}),
-    "columns.attention_mask": (IDS, {}, {"columns": {"attention_mask": "real"}}),
-    "columns.text": ({"text": "One.", "body": "Two."}, {}, {"columns": {"text": "body"}}),
+    "columns": ({"messages": CHAT, "dialog": LONG}, {}, {"columns": {"messages": "dialog"}}),
 }  # fmt: skip
 
 
@@ -80,11 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 
 def prepare(folder: Path, tokenizer: Any, row: dict[str, Any], section: dict[str, Any], cache: str) -> PreparedData:
-    row = {name: value for name, value in row.items() if value is not None}
-    (folder / "a.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    data = {"dataset_name_or_path": str(folder / "a.jsonl"), "max_length": 256, "packing": False, **section}
-    tree = {"data": data, "train": {"output_dir": str(folder / "out"), "max_steps": 5}}
-    return prepare_data(RunFile.model_validate(tree), tokenizer, cache=folder / cache, say=print)
+    return prepare_rows(folder, [row] * 4, tokenizer, more={"cache": folder / cache}, **section)
 
 
 def rows_of(prepared: PreparedData) -> Any:
@@ -92,12 +61,9 @@ def rows_of(prepared: PreparedData) -> Any:
     return list(train.take(4)) if prepared.lengths is None else train.to_pylist()
 
 
-def test_every_key_of_data_and_every_column_is_changed_or_can_change_no_row() -> None:
-    named = {key.partition(".")[0] for key in CHANGES}
-    assert named | CHANGES_NO_ROW.keys() == Data.model_fields.keys()
-    assert not named & CHANGES_NO_ROW.keys()
-    columns = {column for format_ in FORMATS for column in (*format_.columns, *format_.more)}
-    assert {f"columns.{column}" for column in columns} <= CHANGES.keys()
+def test_every_key_of_data_is_changed_or_can_change_no_row() -> None:
+    assert CHANGES.keys() | CHANGES_NO_ROW.keys() == Data.model_fields.keys()
+    assert not CHANGES.keys() & CHANGES_NO_ROW.keys()
 
 
 @pytest.mark.parametrize("key", CHANGES)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from text_run import prepare_rows, write_rows
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -24,7 +25,6 @@ from windlass.data import chat
 from windlass.data.chat import ChatTemplate, choose_template
 from windlass.data.choose import choose_format
 from windlass.data.prepare import PreparedData, prepare_data
-from windlass.data.template import list_searched
 from windlass.errors import UserError
 from windlass.runfile import Data, RunFile
 
@@ -79,12 +79,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
     def make(rows: list[Any], template: str, **section: Any) -> PreparedData:
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, "chat_template": template}
-        tree = {"data": {**data, **section}, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
-        tree["watch"] = {"min_supervised_fraction": 0.0}
-        return prepare_data(RunFile.model_validate(tree), tokenizer, say=print)
+        return prepare_rows(tmp_path, rows, tokenizer, chat_template=template, **section)
 
     return make
 
@@ -151,7 +146,7 @@ def random_chats(draw: st.DrawFn) -> list[dict[str, Any]]:
     return talk(*texts, system=draw(st.sampled_from(["", "Be brief.", "b"])))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=random_chats(), turns=st.sampled_from(["auto", "each", "last"]))
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_random_chats_have_the_ids_of_the_template_and_what_inference_would_write(
@@ -219,13 +214,13 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
 
 
 @pytest.mark.parametrize(
-    ("source", "row", "code", "place", "remedy"),
+    ("source", "row", "code", "place", "remedy"),  # of the hint, or words of the problem
     [
         # What is lost, by name: a call (with and without a column of tools), a result, the system message, reasoning.
-        (TRUNCATED, {"messages": CALLED}, "not-written", "row 1", None),
+        (TRUNCATED, {"messages": CALLED}, "not-written", "row 1", "leaves out a tool call"),
         (TRUNCATED + "{# tools #}", {"messages": CALLED, "tools": WEATHER}, "not-written", "row 1", None),
         (NO_SYSTEM, {"messages": talk("Who?", "Crews.", system="Be brief.")}, "not-written", "row 1", None),
-        (BEGUN, {"messages": CALLED}, "not-written", "row 1", None),
+        (BEGUN, {"messages": CALLED}, "not-written", "row 1", "leaves out the end of a tool call: '<|calls_end|>'"),
         (THINKS, {"messages": THOUGHT}, "not-written", "data.reasoning", {"template_kwargs": {"thinking": True}}),
         (LOOP + ASK, {"messages": THOUGHT}, "not-written", "data.reasoning", {"reasoning": "drop"}),
         (LOOP + ASK, {"messages": CALLED, "tools": WEATHER}, "tools-not-written", "data.tools", {"tools": "ignore"}),
@@ -239,8 +234,10 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
         (ALTERNATE, {"messages": [*THREE, *THREE[-1:]]}, "template-refuses", "row 1", None),
         (SLOW, {"messages": THREE}, "template-slow", "data.chat_template", None),
         ("{% for m in", {"messages": THREE}, "template-syntax", "data.chat_template", None),
-        (USER_MARKED, {"messages": THREE}, "generation-marks", "data.chat_template", None),
-        (ALWAYS.replace("<|end|>\n", ""), {"messages": THREE}, "opens-always", "data.chat_template", None),
+        (USER_MARKED, {"messages": THREE}, "generation-marks", "data.chat_template",
+         "{% generation %} marks enclose a user's turn"),
+        (ALWAYS.replace("<|end|>\n", ""), {"messages": THREE}, "opens-always", "data.chat_template",
+         "opens another answer at the end of every chat"),
         # What is wrong with messages.
         (LOOP + ASK, {"messages": [*THREE, {"role": "wizard", "content": "a"}]}, "unknown-role", "row 1", None),
         (LOOP + ASK, {"messages": [THREE[0], RESULT, THREE[1]]}, "no-call", "row 1", None),
@@ -253,7 +250,11 @@ THOUGHT = [*talk("Who?"), {"role": "assistant", "content": "Crews.", "reasoning_
     "`windlass data`",
     "opens another answer at the end of every chat",
 )
-@pytest.mark.takes("renders many chats with slow templates")
+@pytest.mark.fault("a call that the chat template leaves open", "`windlass data`", "leaves out the end of a tool call")
+@pytest.mark.fault("a call that the chat template leaves out", "`windlass data`", "leaves out a tool call")
+@pytest.mark.fault(
+    "marks around the user's turn in a chat template", "`windlass data`", "{% generation %} marks enclose a user's turn"
+)
 def test_what_is_refused_and_a_hint_that_makes_it_pass(
     prepared: Prepare,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,27 +262,27 @@ def test_what_is_refused_and_a_hint_that_makes_it_pass(
     row: Any,
     code: str,
     place: str,
-    remedy: dict[str, Any] | None,
+    remedy: dict[str, Any] | str | None,
 ) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 2.0)
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
     with refused(code, place) as problems:
         prepared([row], source)
     (problem,) = problems
     assert "row 1" in f"{problem.where}{problem.problem}" or code == "template-syntax"
     assert problem.hint
-    if code == "opens-always":
-        assert "opens another answer at the end of every chat" in problem.problem
-    if remedy:
+    if isinstance(remedy, str):
+        assert remedy in problem.problem
+    elif remedy:
         (name, value), *_ = remedy.items()
         written = json.dumps(value) if isinstance(value, dict) else value
         assert f"data.{name}: {written}" in problem.hint
         prepared([row], source, **remedy)
 
 
-def test_tools_are_ignored_only_where_that_makes_the_row_pass(tokenizer: Any, tmp_path: Path) -> None:
+def test_tools_are_ignored_only_where_that_makes_the_row_pass(tokenizer: Any) -> None:
     for names, hint in ([], "leave out such rows"), (["<|im_start|>", "<|im_end|>"], "data.chat_template: chatml"):
         with refused("tools-not-written", "data.tools") as problems:
-            ChatTemplate(tiny_tokenizer(tmp_path, names), TRUNCATED).render(CALLED, tools=WEATHER)
+            ChatTemplate(tiny_tokenizer(names), TRUNCATED).render(CALLED, tools=WEATHER)
         assert problems[0].hint.startswith(hint)
     with refused("tools-not-written", "data.tools") as problems:
         ChatTemplate(tokenizer, LOOP + ASK).render(CALLED, tools=WEATHER)
@@ -294,14 +295,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize(
     ("says", "messages", "hint"),
     [
-        ("After the optional system message, roles must alternate", [*THREE, THREE[1]], "join messages"),
         ("After the optional system message, roles must alternate", [SYSTEM, *THREE, THREE[1]], "join messages"),
         ("After the optional system message, roles must alternate", THREE[1:], "begin with a user"),
         ("After the optional system message, roles must alternate", [*THREE[:2], SYSTEM, *THREE[2:]], "system message"),
         ("roles must alternate", CALLED, "writes no tool results"),
-        ("roles must alternate, or 'tool' follows", [*CALLED[:3], THREE[0]], "join messages"),
-        ("a user or system message must start, not 'assistant'", THREE[1:], "begin with a user"),
-        ("Unexpected role 'system' after role 'assistant'", [*THREE[:2], SYSTEM, *THREE[2:]], "system message"),
         ("System role not supported", [SYSTEM, *THREE], "system message"),
         ("Only user, system and assistant roles are supported", THREE, "begin with a user"),
     ],
@@ -336,17 +333,17 @@ def test_marks_in_a_template_that_rewrites_earlier_answers_give_each_its_own_row
     assert supervised(ChatTemplate(tokenizer, MARKED_REWRITTEN, turns="last"), THREE) == [[EMPTY + ENDED[-1]]]
 
 
-READS = (  # what a template may ask of an answer, of its beginning, and of other messages
-    "m.content != 'No.'",
-    "m.content == 'Yes.'",
-    "m.content | length > 3",
-    "m.content[0] == 'N'",
-    "messages[0].content | length > 3",
-    "loop.index0 == 1 or messages[loop.index0 - 2].content | lower == 'yes.'",
-)
+READS: dict[str, Callable[[int, list[Any]], bool]] = {  # of an answer, of its beginning, and of other messages
+    "m.content != 'No.'": lambda i, chat: chat[i]["content"] != "No.",
+    "m.content[0] == 'N'": lambda i, chat: chat[i]["content"][0] == "N",
+    "messages[0].content | length > 3": lambda _, chat: len(chat[0]["content"]) > 3,
+    "loop.index0 == 1 or messages[loop.index0 - 2].content | lower == 'yes.'": lambda i, chat: (
+        i == 1 or chat[i - 2]["content"].lower() == "yes."
+    ),
+}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.sampled_from(["No.", "Yes.", "N", "by hand"]), min_size=2, max_size=6))
 @pytest.mark.parametrize("condition", READS)
 def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
@@ -355,14 +352,8 @@ def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
     """If the condition holds, the marks enclose what the template writes before the answer; the text is the same."""
     answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
     source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role != 'assistant' %}{{ m.content }}"
-    source += (
-        f"{{% elif {condition} %}}"
-        + answer.replace("{{", "-- {{")
-        + "{% else %}-- "
-        + answer
-        + "{% endif %}\n{% endfor %}"
-        + ASK
-    )
+    source += f"{{% elif {condition} %}}{answer.replace('{{', '-- {{')}{{% else %}}-- {answer}{{% endif %}}\n"
+    source += "{% endfor %}" + ASK
     template = ChatTemplate(tokenizer, source)
     template.render(THREE)  # by whose shape none of the others is marked
     messages = talk(*texts)
@@ -370,15 +361,7 @@ def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
     assert row.text == tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
     expected = []
     for i, message in enumerate(messages):
-        holds = {
-            0: message["content"] != "No.",
-            1: message["content"] == "Yes.",
-            2: len(message["content"]) > 3,
-            3: message["content"][0] == "N",
-            4: len(messages[0]["content"]) > 3,
-            5: i == 1 or messages[i - 2]["content"].lower() == "yes.",
-        }[READS.index(condition)]
-        marked = f"{'-- ' if holds else ''}{message['content']}<|end|>"
+        marked = f"{'-- ' if READS[condition](i, messages) else ''}{message['content']}<|end|>"
         expected += [marked] if message["role"] == "assistant" else []
     assert [row.text[start:end] for start, end in row.spans] == expected
 
@@ -386,15 +369,10 @@ def test_marks_that_depend_on_what_is_said_are_those_of_each_chat(
 ASKS = (  # what a template may ask of a content by other ways
     *READS,
     "m.content | length > 12",
-    "m.content.lower() == 'yes.'",
     "'HAND' in m.content | upper",
     "m.content in ['Yes.', 'No.']",
     "m.content is eq('No.')",
-    "m.content == messages[1].content",
-    "m.content[12:]",
-    "m.content | first in 'Y'",
     "m.content + '!' == 'No.!'",
-    "m.content.endswith(mark)",
     "mark in m.content",
     "is_long(m.content) == 'long'",
     "ns.words | length > 2",
@@ -406,44 +384,20 @@ INSIDE = "{% set text = m.content %}{% set ns.words = text.split(' ') %}"
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    texts=st.lists(
-        st.sampled_from(["No.", "Yes.", "YES.", "1", "by hand", "Many hands, by turns."]), min_size=4, max_size=4
-    )
-)
+@given(texts=st.lists(st.sampled_from(["No.", "Yes.", "1", "Many hands, by turns."]), min_size=4, max_size=4))
 @pytest.mark.parametrize("condition", ASKS)
 def test_last_answers_that_depend_on_what_is_said_are_those_of_each_chat(
     tokenizer: Any, condition: str, texts: list[str]
 ) -> None:
     """If the condition holds, the template writes a thought before the last answer: an earlier one has no shape."""
-    source = (
-        SETS + "{% for m in messages %}" + INSIDE + "<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last and "
-    )
-    source += f"({condition}) %}}<think>\n\n</think>\n{{% endif %}}{{{{ m.content }}}}<|end|>\n{{% endfor %}}" + ASK
+    source = SETS + "{% for m in messages %}" + INSIDE + "<|{{ m.role }}|>\n"
+    source += f"{{% if m.role == 'assistant' and loop.last and ({condition}) %}}<think>\n\n</think>\n{{% endif %}}"
+    source += "{{ m.content }}<|end|>\n{% endfor %}" + ASK
     template = ChatTemplate(tokenizer, source)
     for messages in (THREE[:4], talk(*texts)):
         rows = template.render(messages)
         slow = template.render_found(template.read(messages), None, [1, 3])
         assert [(row.text, row.answers) for row in rows] == [(row.text, row.answers) for row in slow]
-
-
-@pytest.mark.parametrize(
-    ("condition", "texts"),
-    [
-        ("m.content", []),
-        ("m.content is string and m.content | trim | length > 0", []),
-        ("'<think>' in m.content and m['content'].split('</think>')[-1].strip()", ["</think>", "<think>"]),
-        ("m.content != 'null'", ["null"]),
-        ("'Think' in render(m.content) | lower", ["think"]),
-        ("m.content | length > 20", None),
-    ],
-)
-def test_the_usual_questions_are_answered_from_the_shape(condition: str, texts: list[str] | None) -> None:
-    parts = "{% macro render(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
-    parts += "{% if part.type == 'text' or 'text' in part or part.get('type') == 'image' %}{{ part.text }}{% endif %}"
-    parts += "{% endfor %}{% endif %}{% endmacro %}"
-    turn = f"{{% if {condition} %}}{{{{ render(m.content) }}}}{{% elif m.role == 'tool' %}}{{{{ m.content[0].text }}}}"
-    assert list_searched(parts + "{% for m in messages %}" + turn + "{% endif %}{% endfor %}") == texts
 
 
 def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, tokenizer: Any) -> None:
@@ -458,35 +412,75 @@ def test_the_hint_on_a_missing_bos_token_makes_the_row_pass(prepared: Prepare, t
         tokenizer.bos_token = bos
 
 
+IF_ANSWER = "{% for m in messages %}{% if m.role == 'assistant' %}"
+ELSE_TURN = "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK
+ELSE_THINKS = ELSE_TURN.replace(ASK, ASK.replace("\n{%", "\n<think>\n{%"))
+TWO_MARKS = IF_ANSWER + "<|assistant|>\n{% generation %}So:{% endgeneration %} now {% generation %}{{ m.content }}"
+TWO_MARKS += "{% endgeneration %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}<|end|>\n{% endfor %}" + ASK
+NEVER_AGAIN = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+NEVER_AGAIN += "{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}{{ m.content }}<|end|>{% endif %}"
+NEVER_AGAIN += "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"
+IN_WORDS = TEMPLATES["no end token behind the last"].replace("|>\n{% endif %}", "|>\nHere is how:\n{% endif %}")
+IN_WORDS = IN_WORDS.replace("<|end|>\nHere is how:\n", "<|end|>\n")
+OPENS = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}" + CALLS + "<|end|>{% else %}{{ m.content }}"
+OPENS += "{% if m.role == 'assistant' %}<|return|>{% endif %}{% endif %}</s>{% endfor %}<|assistant|>"
+OPENED = ['weather{"city": "Rome", "days": 3}<|end|></s>', "Warm.<|return|></s>"]
+HEADER = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+HEADER += "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+MARKED_END = TEMPLATES["marked"] + "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}"
+MARKED_END += "{% endgeneration %}{% endif %}"
+ASKS_NONE = "{% for m in messages %}<|{{ m.role }}|>\n" + CALLS + "{% if m['content'] is not none %}({{ m.content }})"
+ASKS_NONE += "{% endif %}<|end|>\n{% endfor %}" + ASK
+MEASURES = ASKS_NONE.replace("|>\n", "|>\n{{ m['content'] | length }}", 1)
+TWICE = [*THREE[:2], {"role": "assistant", "content": "More."}]
+
+
 @pytest.mark.parametrize(
-    ("source", "answers", "remarks"),
+    ("source", "chat", "answers", "remarks"),
     [
-        # An answer that is opened behind every chat: turns end with the tokenizer's end token.
-        (ALWAYS.strip().replace("<|end|>\n", "</s>") + "{{ '\n' }}", [text[:-7] + "</s>" for text in ENDED], set()),
-        # Or with another one, that the template closes all of them with.
-        (ALWAYS.strip() + "{{ '\n' }}", ENDED, set()),
-        (ALWAYS.replace("<|end|>\n", "<|end|>"), [f"\n{text}" for text in ENDED], set()),  # Jinja drops the last "\n"
-        (LOOP + ASK.replace("\n{%", "\nHere is how:\n{%"), ENDED, {"thought"}),  # a thought opened in words
-        (LOOP + ASK.replace("\n{%", " {%"), ENDED, {"blank"}),
-        ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}" + TURN + "{% endgeneration %}"
-         "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK.replace("\n{%", "\n<think>\n{%"),
-         [f"{text}\n" for text in ENDED], {"thought"}),  # marks around a header that lacks the prompt's thought
+        # An answer that is opened behind every chat: turns end with the tokenizer's end token, or with another one that
+        # the template closes all of them with. It's no part of a call.
+        (ALWAYS.strip().replace("<|end|>\n", "</s>") + "{{ '\n' }}", THREE, [text[:-7] + "</s>" for text in ENDED], {}),
+        (ALWAYS.strip() + "{{ '\n' }}", THREE, ENDED, {}),
+        (ALWAYS.replace("<|end|>\n", "<|end|>"), THREE, [f"\n{text}" for text in ENDED], {}),
+        (OPENS, CALLED, OPENED, {}),
+        (OPENS + "<think></think>", CALLED, OPENED, {"thought"}),
+        (LOOP + ASK.replace("\n{%", "\nHere is how:\n{%"), THREE, ENDED, {"thought"}),  # a thought opened in words
+        (LOOP + ASK.replace("\n{%", " {%"), THREE, ENDED, {"blank"}),
+        # Several answers in a row, without a prompt; the header of the next one is no end of the first.
+        (HEADER, TWICE, ["Crews.", "More."], None),
+        (NEVER_AGAIN, TWICE, ["Crews.<|end|>", "More.<|end|>"], {"prompt"}),
+        (IN_WORDS, TWICE, ["Crews.<|end|>", "More."], {"prompt", "thought"}),
+        # An answer that isn't written: no thought, and not that the model learns to end at once.
+        ("{% for m in messages %}{% if m.content %}" + TURN + "{% endif %}{% endfor %}" + ASK,
+         talk("Who?", "Crews.", "Thanks", ""), None, {"prompt"}),
+        # Marks around a header that lacks the prompt's thought; that lose the header and gain the end token; that end
+        # with the token that generation ends at, and a new line, as LFM2.5's; several in a turn; of the text's end.
+        (IF_ANSWER + "{% generation %}" + TURN + "{% endgeneration %}" + ELSE_THINKS, THREE,
+         [f"{text}\n" for text in ENDED], {"thought"}),
+        (IF_ANSWER + "{% generation %}<|{{ m.role }}|>\n{{ m.content }}{% endgeneration %}<|end|>\n" + ELSE_TURN,
+         THREE, ENDED, None),
+        (IF_ANSWER + "<|{{ m.role }}|>{% generation %}\n{{ m.content }}<|end|>{% endgeneration %}\n" + ELSE_TURN,
+         THREE, ENDED, None),
+        (IF_ANSWER + "<|assistant|>\n{% generation %}{{ m.content }}{{ eos_token }}\n{% endgeneration %}" + ELSE_TURN,
+         THREE, EOS, None),
+        (TWO_MARKS, THREE[:4], ["So:", ENDED[0], "So:", ENDED[1]], None),
+        (TWO_MARKS.replace("<|end|>\n", ""), THREE[:3], ["So:", "Crews.<|user|>"], None),
+        (MARKED_END, [*THREE, *talk("Thanks")], ENDED, None),
+        (MARKED_END, THREE[:2], [ENDED[0] + "</s>"], None),
+        # Answers that call tools have no content where the template asks, and an empty one where it measures it.
+        (ASKS_NONE, CALLED[:2], ['weather{"city": "Rome", "days": 3}<|end|>'], None),
+        (MEASURES, CALLED[:2], ['0weather{"city": "Rome", "days": 3}()<|end|>'], None),
     ],
 )  # fmt: skip
-def test_prompts_that_the_finished_chat_does_not_have(
-    tokenizer: Any, source: str, answers: list[str], remarks: set[str]
+def test_what_a_template_supervises_and_what_is_remarked_on(
+    tokenizer: Any, source: str, chat: list[Any], answers: list[str] | None, remarks: set[str] | None
 ) -> None:
-    (row,) = ChatTemplate(tokenizer, source).render(THREE)
-    assert [row.text[start:end] for start, end in row.spans] == answers
-    assert {*row.remarks} == remarks
-
-
-def test_the_header_of_an_answer_that_follows_is_no_end_of_the_first(tokenizer: Any) -> None:
-    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    source += "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
-    chat = [*talk("Who?", "Crews."), {"role": "assistant", "content": "By hand."}]
     (row,) = ChatTemplate(tokenizer, source).render(chat)
-    assert [row.text[start:end] for start, end in row.spans] == ["Crews.", "By hand."]
+    assert answers is None or [row.text[start:end] for start, end in row.spans] == answers
+    assert remarks is None or {*row.remarks} == {*remarks}
+    if row.remarks.get("thought") and source.startswith(OPENS):
+        assert row.remarks["thought"] == "'<|assistant|><think></think>'"
 
 
 NEXT_ROLE = "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
@@ -504,11 +498,9 @@ CLOSED = NEXT_ROLE.replace("{% else %}", "{% if not m.tool_calls %}<|end|>{% end
         # The next role's token is the end: by the model's generation_config.json, or by the end of other answers.
         (NEXT_ROLE, ["</s>", "<|user|>", "<|tool|>"], ["<|tool|>", "<|user|>"]),
         (NEXT_ROLE, [], ["<|tool|>", "<|user|>"]),
-        (NEXT_MARKED, ["</s>", "<|user|>", "<|tool|>"], ["<|tool|>", "<|user|>"]),
         (NEXT_MARKED, [], ["<|tool|>", "<|user|>"]),
         (NEXT_MARKED.replace("{% endgeneration %}", "{% endgeneration %}{{ '\n' }}"), [], ["\n<|tool|>", "\n<|user|>"]),
         # Behind a text it is another token than behind a call; what ends already takes no more.
-        (CLOSED, ["<|end|>", "<|tool|>"], ["<|tool|>", "<|end|>"]),
         (CLOSED, ["<|end|>", "<|tool|>", "<|user|>"], ["<|tool|>", "<|end|>"]),
         (CLOSED, ["<|end|>"], ["", "<|end|>"]),
     ],
@@ -559,21 +551,6 @@ def write(template: ChatTemplate, messages: list[Any]) -> str:
     return str(template.tokenizer.apply_chat_template(messages, chat_template=template.template, tokenize=False))
 
 
-OPENS = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}" + CALLS + "<|end|>{% else %}{{ m.content }}"
-OPENS += "{% if m.role == 'assistant' %}<|return|>{% endif %}{% endif %}</s>{% endfor %}<|assistant|>"
-
-
-@pytest.mark.parametrize(("opened", "remarks"), [("", {}), ("<think></think>", {"thought": "'<|assistant|>%s'"})])
-def test_a_header_behind_every_chat_is_no_part_of_a_call_and_no_more_than_a_header(
-    tokenizer: Any, opened: str, remarks: dict[str, str]
-) -> None:
-    """Answers end with a token that calls don't end with, and prompts have none of it."""
-    (row,) = ChatTemplate(tokenizer, OPENS + opened).render(CALLED)
-    call = 'weather{"city": "Rome", "days": 3}<|end|></s>'
-    assert [row.text[start:end] for start, end in row.spans] == [call, "Warm.<|return|></s>"]
-    assert row.remarks == {kind: example % opened for kind, example in remarks.items()}
-
-
 DROPPED = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
 DROPPED += "{% generation %}{% if m.reasoning_content and not messages[loop.index:] | selectattr('role', 'eq', "
 DROPPED += "'assistant') | rejectattr('tool_calls') | list %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -597,19 +574,6 @@ def test_a_call_keeps_its_thought_in_the_prompt_of_an_answer_that_the_template_d
     (first, _), (plain, *_) = (ChatTemplate(tokenizer, DROPPED).render(chat) for chat in (messages, CALLED))
     assert "prompt" in first.remarks
     assert plain.remarks.keys() <= {"split"}
-
-
-def test_several_marks_in_a_turn_gain_the_token_that_ends_it(tokenizer: Any) -> None:
-    two = "{% generation %}So:{% endgeneration %} now {% generation %}{{ m.content }}{% endgeneration %}"
-    source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}" + two
-    source += "{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}" + ASK
-    assert supervised(ChatTemplate(tokenizer, source), THREE[:4]) == [
-        ["So:", "Crews.<|end|>", "So:", "Anchors.<|end|>"]
-    ]
-    next_role = source.replace("<|end|>\n", "")
-    for turns in ("auto", "each"):
-        template = ChatTemplate(tokenizer, next_role, turns=turns)
-        assert supervised(template, THREE[:3]) == [["So:", "Crews.<|user|>"]]
 
 
 RESULTS_FIRST = (
@@ -640,46 +604,9 @@ def test_results_that_the_template_writes_before_the_words_of_the_call_are_found
     assert "'3 knots'" in problems[0].problem
 
 
-NEVER_AGAIN = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
-NEVER_AGAIN += "{% if loop.previtem.role == 'user' %}<|assistant|>{% endif %}{{ m.content }}<|end|>{% endif %}"
-NEVER_AGAIN += "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<|assistant|>{% endif %}"
-IN_WORDS = TEMPLATES["no end token behind the last"].replace("|>\n{% endif %}", "|>\nHere is how:\n{% endif %}")
-IN_WORDS = IN_WORDS.replace("<|end|>\nHere is how:\n", "<|end|>\n")
-
-
-@pytest.mark.parametrize(
-    ("source", "answers", "remarks"),
-    [
-        (NEVER_AGAIN, ["Crews.<|end|>", "More.<|end|>"], {"prompt"}),
-        (IN_WORDS, ["Crews.<|end|>", "More."], {"prompt", "thought"}),
-    ],
-)
-def test_an_answer_that_follows_another_without_a_prompt_is_told(
-    tokenizer: Any, source: str, answers: list[str], remarks: set[str]
-) -> None:
-    (row,) = ChatTemplate(tokenizer, source).render([*THREE[:2], {"role": "assistant", "content": "More."}])
-    assert [row.text[start:end] for start, end in row.spans] == answers
-    assert {*row.remarks} == remarks
-
-
-def test_what_an_unwritten_answer_lacks_is_not_told(tokenizer: Any) -> None:
-    source = "{% for m in messages %}{% if m.content %}" + TURN + "{% endif %}{% endfor %}" + ASK
-    (row,) = ChatTemplate(tokenizer, source).render(talk("Who?", "Crews.", "Thanks", ""))
-    assert {*row.remarks} == {"prompt"}  # no thought, and not that the model learns to end at once
-
-
-def test_a_mark_for_the_end_of_the_text_is_one_more(tokenizer: Any) -> None:
-    ends = "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
-    template = ChatTemplate(tokenizer, TEMPLATES["marked"] + ends)
-    assert supervised(template, [*THREE, *talk("Thanks")]) == [ENDED]
-    assert supervised(template, THREE[:2]) == [[ENDED[0] + "</s>"]]
-
-
 def test_a_blank_that_no_prompt_has_is_the_answers(prepared: Prepare, tokenizer: Any) -> None:
-    source = (
-        "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    )
-    source += " {% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    source = "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}"
+    source += "{{ m.content }} {% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
     source += "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
     blanks = [f" {text.removesuffix('<|end|>')} " for text in ENDED]
     assert supervised(ChatTemplate(tokenizer, source), THREE) == [blanks]
@@ -700,92 +627,31 @@ def test_a_header_that_takes_the_blanks_of_an_answer_with_it_is_not_trained_on(
         assert [part["text"] for part in parts if part["trained"]] == [ENDED[0]], parts
 
 
-def test_no_content_becomes_empty_where_the_template_measures_it(tokenizer: Any) -> None:
-    asks = "{% for m in messages %}{% if m['content'] is not none and m['content'] | length %}{% endif %}"
-    source = (
-        asks + "<|{{ m.role }}|>\n{{ m['content'] | length }}{{ m.content }}" + CALLS + "<|end|>\n{% endfor %}" + ASK
-    )
-    (row,) = ChatTemplate(tokenizer, source).render(CALLED)
-    assert "<|assistant|>\n0weather" in row.text
-
-
 @pytest.mark.fault(
     "nulls that Parquet fills into a column of tools",
     "`windlass data`",
     "nulls in `tools` were taken for Parquet's filler and left out",
 )
-@pytest.mark.parametrize("kind", ["jsonl", "text in parquet", "parquet"])
+@pytest.mark.parametrize("kind", ["text in parquet", "parquet"])
 def test_nulls_of_tools_are_kept_but_for_those_that_parquet_fills_in(tokenizer: Any, tmp_path: Path, kind: str) -> None:
-    source = (
-        "{% for t in tools %}{% if t.function.strict is none %}{{ t | tojson }}{% else %}[tool]{% endif %}{% endfor %}"
-    )
-    source += LOOP + ASK
+    source = "{% for t in tools %}{% if t.function.strict is none %}{{ t | tojson }}{% else %}[tool]{% endif %}"
+    source += "{% endfor %}" + LOOP + ASK
     days = {"name": "days", "parameters": {"days": {"type": "integer", "default": None}}, "strict": None}
     city = {"name": "city", "parameters": {"city": {"type": "string"}}, "strict": None}
     tools = [{"type": "function", "function": inner} for inner in (days, city)]
     row = {"messages": [{"role": "user", "content": "Rome?"}, THREE[1]], "tools": tools}
-    path = tmp_path / f"a.{kind.split()[-1]}"
-    if kind == "jsonl":
-        path.write_text(json.dumps(row) + "\n")
-    else:
-        written = row if kind == "parquet" else {**row, "tools": json.dumps(tools)}
-        pq.write_table(pa.Table.from_pylist([written]), path)
-    data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, "chat_template": source}
-    tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
-    done = prepare_data(RunFile.model_validate(tree), tokenizer, say=print)
-    facts = [
-        fact for fact in done.audit["facts"] if "nulls in `tools` were taken for Parquet's filler and left out" in fact
-    ]
+    path = tmp_path / "a.parquet"
+    written = row if kind == "parquet" else {**row, "tools": json.dumps(tools)}
+    pq.write_table(pa.Table.from_pylist([written]), path)
+    done = prepare_rows(tmp_path, [], tokenizer, dataset_name_or_path=str(path), chat_template=source)
+    says = "nulls in `tools` were taken for Parquet's filler and left out"
+    facts = [fact for fact in done.audit["facts"] if says in fact]
     assert len(facts) == (kind == "parquet")
     seen = [{"type": "function", "function": {**inner, "strict": "-"}} for inner in (days, city)] if facts else tools
     expected = tokenizer.apply_chat_template(
         row["messages"], tools=seen, chat_template=source, tokenize=True, return_dict=False
     )
     assert done.train["input_ids"][0].as_py() == expected
-
-
-def test_only_the_first_chat_of_a_template_is_timed_by_a_thread(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed: list[float] = []
-
-    def run_within(seconds: float, work: Callable[[], Any]) -> Any:
-        timed.append(seconds)
-        return work()
-
-    monkeypatch.setattr(chat, "run_within", run_within)
-    template = ChatTemplate(tokenizer, TEMPLATES["plain"])
-    for _ in range(5):
-        template.render(THOUGHT[:1] + CALLED[1:], tools=WEATHER)
-        template.render(CALLED)
-    assert len(timed) == 2  # with tools and without
-
-
-def test_answers_that_call_tools_have_no_content_where_the_template_asks(tokenizer: Any) -> None:
-    asks = "{% for m in messages %}<|{{ m.role }}|>\n" + CALLS + "{% if m['content'] is not none %}({{ m.content }})"
-    (row,) = ChatTemplate(tokenizer, asks + "{% endif %}<|end|>\n{% endfor %}" + ASK).render(CALLED)
-    assert "()" not in row.text
-
-
-@pytest.mark.fault("a call that the chat template leaves open", "`windlass data`", "leaves out the end of a tool call")
-@pytest.mark.fault("a call that the chat template leaves out", "`windlass data`", "leaves out a tool call")
-@pytest.mark.fault(
-    "marks around the user's turn in a chat template",
-    "`windlass data`",
-    "{% generation %} marks enclose a user's turn",
-)
-def test_lost_content_and_a_users_turn_that_would_be_trained_on_are_named(prepared: Prepare) -> None:
-    with refused("not-written", "row 1") as problems:
-        prepared([{"messages": CALLED}], TRUNCATED)
-    assert "leaves out a tool call" in problems[0].problem
-    with refused("not-written", "row 1") as problems:
-        prepared([{"messages": CALLED}], BEGUN)
-    assert "leaves out the end of a tool call: '<|calls_end|>'" in problems[0].problem
-    twice = {**CALLED[1], "tool_calls": [CALL, CALL]}
-    prepared([{"messages": [CALLED[0], twice, *CALLED[2:]]}], BEGUN)
-    with refused("generation-marks", "data.chat_template") as problems:
-        prepared([{"messages": THREE}], USER_MARKED)
-    assert "{% generation %} marks enclose a user's turn" in problems[0].problem
 
 
 @pytest.mark.fault("an answer without a word", "`windlass data`", "1 row with an empty answer")
@@ -871,7 +737,7 @@ def test_chats_that_become_several_rows_keep_together_in_mixes_packs_and_streams
     }
     chats["b"].append(talk("Who?", "b91."))  # of one row
     for name, rows in chats.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", [{"messages": row} for row in rows])
     mix = [{"path": str(tmp_path / f"{name}.jsonl"), "name": name} for name in chats]
     data = {"chat_template": TEMPLATES["earlier answers rewritten"], "max_length": 160, "packing": packing}
     train = {"output_dir": str(tmp_path / "out"), "max_steps": 5}
@@ -922,26 +788,6 @@ def test_chats_that_become_several_rows_keep_together_in_mixes_packs_and_streams
     assert {*both} == {*expected("a", "b")}
 
 
-def test_marks_of_a_template_lose_the_header_and_gain_the_end_token(tokenizer: Any) -> None:
-    for begin, end in (
-        ("{% generation %}<|{{ m.role }}|>\n", "{% endgeneration %}<|end|>\n"),
-        ("<|{{ m.role }}|>{% generation %}\n", "<|end|>{% endgeneration %}\n"),
-    ):
-        source = "{% for m in messages %}{% if m.role == 'assistant' %}" + begin + "{{ m.content }}" + end
-        source += "{% else %}" + TURN + "{% endif %}{% endfor %}" + ASK
-        assert supervised(ChatTemplate(tokenizer, source), THREE) == [ENDED]
-
-
-def test_a_mark_ends_with_the_token_that_generation_ends_at(tokenizer: Any) -> None:
-    """Marks of published templates go on to a new line, as LFM2.5's do, which the model never has to write."""
-    answer = "{{ m.content }}{{ eos_token }}\n{% endgeneration %}"
-    source = "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}" + answer
-    source += "{% else %}{{ m.content }}\n{% endif %}{% endfor %}" + ASK
-    (row,) = ChatTemplate(tokenizer, source).render(THREE)
-    expected = [text.removesuffix("<|end|>") + "</s>" for text in ENDED]
-    assert [row.text[start:end] for start, end in row.spans] == expected
-
-
 @pytest.mark.parametrize(("text", "is_date"), [("on the 27.", True), ("1273 crews", False), ("A527", False)])
 def test_a_number_that_has_todays_digits_is_no_date(
     tokenizer: Any, text: str, is_date: bool, monkeypatch: pytest.MonkeyPatch
@@ -952,31 +798,26 @@ def test_a_number_that_has_todays_digits_is_no_date(
     assert ("date" in row.remarks) == is_date
 
 
-def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_template", [False, True])
+def test_without_a_chat_template_only_one_whose_tokens_exist_is_used(
+    tokenizer: Any, tmp_path: Path, *, has_template: bool
+) -> None:
     bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None
     assert choose_template(bare).notes
-    for token, fitting in (("<|im_start|>", "chatml"), ("<|other|>", "alpaca")):
-        other = tiny_tokenizer(tmp_path / fitting, [token, "<|im_end|>"])
-        with refused("no-chat-template", "data.chat_template") as problems:
-            choose_template(other)
-        assert f"data.chat_template: {fitting}" in problems[0].hint
-        assert choose_template(other, Data(chat_template=fitting)).render(THREE)
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_prompts_of_plain_text_need_no_chat_template(tmp_path: Path, *, opened: bool) -> None:
-    other = tiny_tokenizer(tmp_path / "other", ["<|other|>"]) if opened else None
-    kind = choose_format(Data(), ["prompt", "completion"], other)
+    token, fitting = ("<|im_start|>", "chatml") if has_template else ("<|other|>", "alpaca")
+    other = tiny_tokenizer([token, "<|im_end|>"])
+    with refused("no-chat-template", "data.chat_template") as problems:
+        choose_template(other)
+    assert f"data.chat_template: {fitting}" in problems[0].hint
+    assert choose_template(other, Data(chat_template=fitting)).render(THREE)
+    kind = choose_format(Data(), ["prompt", "completion"], other)  # plain text needs none
     assert [row.text for row in kind.render({"prompt": "a", "completion": " b"})] == ["a b"]
-    assert kind.template is None
-    if opened:
-        asked = [{"role": "user", "content": "a"}]
-        with refused("no-chat-template", "data.chat_template"):
-            kind.render({"prompt": asked, "completion": [{"role": "assistant", "content": "b"}]})
+    with refused("no-chat-template", "data.chat_template"):
+        kind.render({"prompt": talk("a"), "completion": [{"role": "assistant", "content": "b"}]})
 
 
-def tiny_tokenizer(folder: Path, tokens: list[str]) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes that has these special tokens, and not Mistral's."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

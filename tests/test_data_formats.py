@@ -9,14 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from refusals import refused
+from text_run import prepare_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from windlass import tiny
 from windlass.data.audit import list_facts
-from windlass.data.prepare import PreparedData, prepare_data
+from windlass.data.prepare import PreparedData
 from windlass.errors import UserError
-from windlass.runfile import RunFile
 
 Prepare = Callable[..., PreparedData]
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -98,13 +97,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
     def make(row: Any, template: str | None = None, **section: Any) -> PreparedData:
-        path = tmp_path / "a.jsonl"
-        rows = row if isinstance(row, list) else [row]
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-        data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, **section}
-        data |= {"chat_template": template} if template else {}
-        tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5}}
-        return prepare_data(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}", say=print)
+        section |= {"chat_template": template} if template else {}
+        return prepare_rows(tmp_path, row if isinstance(row, list) else [row], tokenizer, **section)
 
     return make
 
@@ -122,12 +116,10 @@ def parts(done: PreparedData, tokenizer: Any) -> list[str]:
         (SHAREGPT, {}, "sharegpt", ["Because.<end>"]),
         (GLAIVE, {}, "sharegpt", ['get_current_weather{"city": "Rome"}<end>', "It is 21.<end>"]),
         (GLAIVE, {"turns": "last"}, "sharegpt", ["It is 21.<end>"]),
-        (ALPACA, {}, "alpaca", ["4<end>"]),
         (ALPACA, {"format": "text"}, "text", ["<s>Below is …</s>"]),
         (DOLLY, {**NAMED, "chat_template": "alpaca"}, "alpaca", ["4</s>"]),
         (GSM8K, {"columns": {"prompt": "question", "completion": "answer"}}, "prompt-completion", None),
         ({"messages": THOUGHT}, {}, "messages", ["4(two twice)<end>"]),
-        ({"messages": THOUGHT}, {"reasoning": "drop"}, "messages", ["4<end>"]),
         ({"messages": THINK}, {"reasoning": "drop"}, "messages", ["4<end>"]),
         ({"messages": CHUNKS}, {"reasoning": "drop"}, "messages", ["4<end>"]),
         (IDS, {}, "input_ids", None),
@@ -185,17 +177,9 @@ def test_templates_by_name_file_and_text(prepared: Prepare, tokenizer: Any, tmp_
     assert calls[0] == 'get_current_weather={"city": "Rome"}<end>'
     # One that drops earlier reasoning, as Qwen's does: its last turn alone can be trained on.
     drops = TURNS + "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}" + END
-    twice = {"messages": THOUGHT + THOUGHT}
-    assert parts(prepared(twice, drops, turns="last"), tokenizer) == ["4(two twice)<end>"]
-    with refused("turns-rewritten", "data.turns"):
-        prepared(twice, drops, turns="all")
-    for turns in ("auto", "each"):
-        done = prepared(twice, drops, turns=turns)
-        rows = [tokenizer.decode(ids) for ids in done.train["input_ids"].to_pylist()]
-        assert rows == ["<user>2+2?<end><assistant>4(two twice)<end>", f"<user>2+2?<end><assistant>4<end>{rows[0]}"]
-        assert all(row.count("two twice") == 1 for row in rows)
-        figures = done.audit["splits"]["train"]
-        assert [figures[name] for name in ("rows", "split", "split_into", "documents", "duplicates")] == [1, 1, 2, 2, 0]
+    done = prepared({"messages": THOUGHT + THOUGHT}, drops, turns="each")
+    rows = [tokenizer.decode(ids) for ids in done.train["input_ids"].to_pylist()]
+    assert rows == ["<user>2+2?<end><assistant>4(two twice)<end>", f"<user>2+2?<end><assistant>4<end>{rows[0]}"]
 
 
 def test_nulls_among_arguments_are_values_but_where_a_file_fills_them_in(
@@ -214,13 +198,11 @@ def test_nulls_among_arguments_are_values_but_where_a_file_fills_them_in(
     done = prepared(rows, template)
     assert parts(done, tokenizer) == [written]
     assert not re.search(facts, "".join(list_facts(done.audit)))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
     for kind in ("parquet", "arrow"):
-        table = pa.Table.from_pylist(rows)
-        if kind == "parquet":
-            pq.write_table(table, tmp_path / "a.parquet")
-        else:
-            with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
-                stream.write_table(table)
         done = prepared(rows, template, dataset_name_or_path=str(tmp_path / f"a.{kind}"))
         assert parts(done, tokenizer) == ['get_current_weather{"at": {"lon": 2}}<end>']
         assert re.search(facts, "".join(list_facts(done.audit)))
@@ -254,18 +236,13 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         (SHAREGPT, {"format": "alpaca"}, "run.yaml:9: data.columns.instruction: the data have no column 'instruction'"),
         (SHAREGPT, {"columns": {"text": "id", "role": "who"}}, "data.columns.text: the format sharegpt has no 'text'"),
         (SHAREGPT, {"columns": {"from": "who"}}, None),
-        (GSM8K, {}, "data.text_field: the data have no column 'text'; they have 'question', 'answer'"),
         (GSM8K, {}, "write data.columns: {instruction: question, output: answer}"),
         (DOLLY, {}, "write data.columns: {output: response, input: context}"),
-        ({"dialog": []}, {}, "write data.columns: {messages: dialog}"),
         ({"content": "a"}, {}, "write data.columns: {text: content}"),
         (GSM8K, {"text_field": "question", "turns": "last"}, "data.turns: no effect on text rows"),
         (SHAREGPT, {"completion_only_loss": False, "turns": "last"}, "data.turns: the loss is computed on everything"),
         (SHAREGPT, {"chat_template": "chatlm"}, "no chat template 'chatlm'.*\n\n.*did you mean chatml"),
-        (SHAREGPT, {"chat_template": "{% for"}, "data.chat_template: not a chat template"),
         (SHAREGPT, {"template_kwargs": {"tool": 1}}, "template_kwargs: the chat template doesn't use a variable"),
-        (OPENAI, {"chat_template": TURNS + END}, "data.chat_template doesn't write tools, and a row has some"),
-        ({"messages": THOUGHT}, {"chat_template": TURNS + END}, "leaves out an answer's reasoning: 'two twice'"),
         ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "'user' is marked to be trained on"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "has the weight 0.5"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {}, "part of the type 'image_url'"),
@@ -273,13 +250,11 @@ def test_roles_by_any_usual_name_or_one_that_the_template_names(prepared: Prepar
         ({"messages": [{"speaker": "user", "content": "a"}]}, {}, r"no role: .*\n\n.*data.columns: {role: speaker}"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f()"]}]}, {}, "a tool call is a str"),
         ({"conversations": [{"from": "function_call", "value": "f("}]}, {}, "a tool call is not valid JSON"),
-        ({"messages": [{"role": "wizard", "content": "a"}]}, {}, "row 1: .* role 'wizard', which .* doesn't name"),
         ({"conversations": [{"from": "Asistant", "value": "a"}]}, {}, "did you mean assistant"),
         ({**ALPACA, "history": ["Hello"]}, {}, "column 'history' has no pairs"),
         ({**IDS, "labels": [1, 2]}, {}, "6 ids, 2 labels"),
         ({**IDS, "labels": [40, 41, 42, 2, 0, 0]}, {}, "'labels' has other ids than 'input_ids'"),
         ({"input_ids": ["a"]}, {}, "not a list of token ids"),
-        ({"input_ids": "a"}, {}, "not a list of token ids"),
         ({"input_ids": 5}, {}, "not a list of token ids"),
     ],
 )  # fmt: skip
@@ -291,12 +266,8 @@ def test_refused_rows_are_named(prepared: Prepare, row: Any, section: dict[str, 
         prepared(row, **section)
 
 
-@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("usual", [{"role": "user", "content": "No."}, {"from": "human", "value": "No."}])
-def test_named_fields_come_before_usual_ones(
-    prepared: Prepare, tokenizer: Any, usual: dict[str, str], before: bool
-) -> None:
-    named = [{"who": "user", "what": "Why?"}, {"who": "gpt", "what": "So."}]
-    row = {"messages": [{**usual, **turn} if before else {**turn, **usual} for turn in named]}
+def test_named_fields_come_before_usual_ones(prepared: Prepare, tokenizer: Any, usual: dict[str, str]) -> None:
+    row = {"messages": [{**usual, "who": "user", "what": "Why?"}, {"who": "gpt", "what": "So.", **usual}]}
     done = prepared(row, columns={"role": "who", "content": "what"})
     assert parts(done, tokenizer) == ["So.<end>"]

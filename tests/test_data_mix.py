@@ -71,7 +71,6 @@ def test_an_epochs_rows_are_counted_for_the_plan(tmp_path: Path) -> None:
     [
         ({"path": "{folder}/c.jsonl"}, r"data.mix\[0\].path: .*c.jsonl does not exist"),
         ({"path": "{folder}/a.jsonl", "split": "test"}, r"data.mix\[0\].split: the data has no split 'test'"),
-        ({"path": "{folder}/a.jsonl", "text_field": "body"}, r"text_field: the data have no column 'body'"),
         ({"path": "{folder}/a.jsonl", "turns": "last"}, r"data.mix\[0\].turns: no effect on text rows"),
         ({"path": "{folder}/empty.jsonl"}, r"data.mix: no row of empty has a supervised token"),
         ({"path": "{folder}/chat.jsonl", "columns": {"form": "a"}}, r"columns.form: the format sharegpt has no"),

@@ -1,27 +1,24 @@
 """Pairs of answers in every form: exact tokens and loss, what is refused and at which row, and batches of them."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset
 from refusals import refused
+from text_run import prepare_rows, write_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import DPOTrainer
 
 from windlass import tiny
-from windlass.data.audit import LENGTH_GROUPED, PADDING_FREE, compare_batching
 from windlass.data.collate import PaddingFreeCollator, PairCollator
 from windlass.data.packing import PAIRS, iter_documents
 from windlass.data.preference import find_answers
-from windlass.data.prepare import PreparedData, prepare_data
-from windlass.data.show import print_audit
+from windlass.data.prepare import PreparedData
 from windlass.rehearse.material import list_requested_columns, make_up_rows
-from windlass.runfile import RunFile, read_run_file
+from windlass.runfile import RunFile
 from windlass.serve.rows import choose_rows
 
 Prepare = Callable[..., PreparedData]
@@ -76,12 +73,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Prepare:
     def make(*rows: Any, objective: str = "dpo", **section: Any) -> PreparedData:
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = {"dataset_name_or_path": str(path), "max_length": 512, "packing": False, **section}
-        data |= {"dataset_name_or_path": RunFile().data.dataset_name_or_path} if "mix" in section else {}
-        tree = {"data": data, "train": {"output_dir": str(tmp_path / "out"), "max_steps": 5, "objective": objective}}
-        return prepare_data(RunFile.model_validate(tree), tokenizer, where=lambda key: f"run.yaml:9: {key}", say=print)
+        return prepare_rows(tmp_path, rows, tokenizer, {"objective": objective}, **section)
 
     return make
 
@@ -102,6 +94,8 @@ def mark(side: tuple[list[int], list[int]], tokenizer: Any) -> str:
 
 
 ASKED = "<user>2 + 2?<end><assistant>"
+BOTH = [f"{ASKED}[It is {answer}.<end>]" for answer in "45"]
+SURE = [f"{ASKED}4.<end><user>Sure?<end><assistant>[{answer}<end>]" for answer in ("Yes.", "No, 5.")]
 
 
 @pytest.mark.parametrize(
@@ -109,62 +103,26 @@ ASKED = "<user>2 + 2?<end><assistant>"
     [
         (TEXTS, {}, "preference", [f"<s>How much is 2 + 2?[ {it}</s>]" for it in ("It is 4.", "It is 5, or 6.")]),
         (CHATS, {}, "preference", [f"{ASKED}[It is 4.<end>]", f"{ASKED}[It is 5, or 6.<end>]"]),
-        ({**CHATS, "prompt": "2 + 2?"}, {}, "preference", [f"{ASKED}[It is 4.<end>]", f"{ASKED}[It is 5, or 6.<end>]"]),
-        (
-            WHOLE,
-            {},
-            "preference",
-            [f"{ASKED}4.<end><user>Sure?<end><assistant>[{it}<end>]" for it in ("Yes.", "No, 5.")],
-        ),
-        (  # as UltraFeedback: the prompt, and the chosen chat, once more
-            {**WHOLE, "prompt": "2 + 2?", "messages": WHOLE["chosen"], "score_chosen": 8.0},
-            {},
-            "preference",
-            [f"{ASKED}4.<end><user>Sure?<end><assistant>[{it}<end>]" for it in ("Yes.", "No, 5.")],
-        ),
+        (WHOLE, {}, "preference", SURE),
+        # As UltraFeedback: the prompt, and the chosen chat, once more.
+        ({**WHOLE, "prompt": "2 + 2?", "messages": WHOLE["chosen"], "score_chosen": 8.0}, {}, "preference", SURE),
         (HH, {}, "preference", [f"<s>\n\nHuman: 2 + 2?\n\nAssistant:[ {it}</s>]" for it in ("It is 4.", "It was 5.")]),
-        (
-            {"chosen": "The sky is blue", "rejected": "The sky is black"},
-            {},
-            "preference",
-            ["<s>The sky is[ blue</s>]", "<s>The sky is[ black</s>]"],
-        ),
-        (
-            ALPACA,
-            {},
-            "alpaca",
-            [f"<user>Hi<end><assistant>Hello<end><user>Add.\n\n2 and 2<end><assistant>[{it}<end>]" for it in "45"],
-        ),
-        (SHAREGPT, {}, "sharegpt", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
-        (AXOLOTL, {}, "messages", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
-        (SWIFT, {}, "messages", [f"{ASKED}[It is {it}.<end>]" for it in "45"]),
-        (  # as ms-swift's, named otherwise
-            {"talk": SWIFT["messages"], "bad": [assistant("It is 5.")]},
-            {"columns": {"messages": "talk", "rejected_response": "bad"}},
-            "messages",
-            [f"{ASKED}[It is {it}.<end>]" for it in "45"],
-        ),
-        (
-            SWIFT_CHATS,
-            {"format": "messages"},
-            "messages",
-            [
-                f"<system>Be brief.<end>{ASKED}4.<end><user>Sure?<end><assistant>[{it}<end>]"
-                for it in ("Yes.", "No, 5.")
-            ],
-        ),
-        (
-            INTEL,
-            {"columns": {"prompt": "question"}},
-            "preference",
-            [f"<system>Be brief.<end>{ASKED}[{it}<end>]" for it in "45"],
-        ),
-        (  # texts as a chat
-            {"question": "2 + 2?", "good": "4", "bad": "5"},
-            {"format": "messages", "columns": {"messages": "question", "chosen": "good", "rejected": "bad"}},
-            "messages",
-            [f"{ASKED}[{it}<end>]" for it in "45"],
-        ),
+        ({"chosen": "The sky is blue", "rejected": "The sky is blueish"}, {}, "preference",
+         ["<s>The sky is[ blue</s>]", "<s>The sky is[ blueish</s>]"]),
+        (ALPACA, {}, "alpaca",
+         [f"<user>Hi<end><assistant>Hello<end><user>Add.\n\n2 and 2<end><assistant>[{it}<end>]" for it in "45"]),
+        (SHAREGPT, {}, "sharegpt", BOTH),
+        (AXOLOTL, {}, "messages", BOTH),
+        (SWIFT, {}, "messages", BOTH),
+        ({"talk": SWIFT["messages"], "bad": [assistant("It is 5.")]},
+         {"columns": {"messages": "talk", "rejected_response": "bad"}}, "messages", BOTH),
+        (SWIFT_CHATS, {"format": "messages"}, "messages", [f"<system>Be brief.<end>{text}" for text in SURE]),
+        (INTEL, {"columns": {"prompt": "question"}}, "preference",
+         [f"<system>Be brief.<end>{ASKED}[{it}<end>]" for it in "45"]),
+        # Texts as a chat.
+        ({"question": "2 + 2?", "good": "4", "bad": "5"},
+         {"format": "messages", "columns": {"messages": "question", "chosen": "good", "rejected": "bad"}},
+         "messages", [f"{ASKED}[{it}<end>]" for it in "45"]),
         ({**TEXTS, "prompt": "2 + 2?"}, {"chat_template": TEMPLATE}, "preference", None),
     ],
 )  # fmt: skip
@@ -182,7 +140,7 @@ def test_every_form_has_loss_on_the_answers_alone(
 SPLIT = {"prompt": "How much? t", "chosen": "he", "rejected": "zq"}  # a token spans prompt and chosen answer
 
 
-@pytest.mark.parametrize("row", [TEXTS, SPLIT, CHATS, HH, WHOLE])
+@pytest.mark.parametrize("row", [SPLIT, HH, WHOLE])
 def test_tokens_are_those_of_trl(prepared: Prepare, tokenizer: Any, row: Row) -> None:
     """TRL keeps the end of a token that spans prompt and answer with the answer, on both sides, and so does windlass.
     Of texts that begin with their prompt it counts the first common words of the answers to the prompt."""
@@ -198,9 +156,7 @@ def test_tokens_are_those_of_trl(prepared: Prepare, tokenizer: Any, row: Row) ->
 
 REFUSED: list[tuple[str, Row, str]] = [
     ("empty chosen text", {**TEXTS, "chosen": "  "}, "empty-answer"),
-    ("null rejected text", {**TEXTS, "rejected": None}, "empty-answer"),
     ("empty rejected messages", {**CHATS, "rejected": []}, "empty-answer"),
-    ("an answer without words", {**CHATS, "chosen": [assistant(" ")]}, "empty-answer"),
     ("an answer that isn't trained on", {**CHATS, "chosen": [assistant("4", weight=0)]}, "empty-answer"),
     ("a chat that ends with the prompt", {**WHOLE, "rejected": WHOLE["chosen"][:3]}, "empty-answer"),
     ("another question", {**WHOLE, "rejected": [user("3 + 3?"), assistant("6")]}, "prompt-differs"),
@@ -235,11 +191,8 @@ def test_wrong_pairs_are_refused_with_their_row(prepared: Prepare, row: Row, cod
     [
         (TEXTS, {**TEXTS, "rejected": TEXTS["chosen"]}),
         (HH, {**HH, "rejected": HH["chosen"]}),
-        (CHATS, {**CHATS, "rejected": CHATS["chosen"]}),
         (WHOLE, {**WHOLE, "rejected": WHOLE["chosen"]}),
-        (SWIFT, {**SWIFT, "rejected_response": "It is 4."}),
     ],
-    ids=["texts", "texts with their prompt", "chats", "chats in full", "swift"],
 )
 def test_pairs_with_equal_answers_are_left_out_and_counted(prepared: Prepare, good: Row, equal: Row) -> None:
     """They carry no gradient; published sets have some."""
@@ -256,22 +209,16 @@ def test_pairs_with_equal_answers_are_left_out_and_counted(prepared: Prepare, go
     assert "chosen equals rejected" in problems[0].problem
 
 
-def test_the_first_token_of_both_sequences_has_no_loss(prepared: Prepare) -> None:
+def test_templates_that_write_no_prompt_or_two(prepared: Prepare) -> None:
     marked = "{% generation %}{{ m.content }}<end>{% endgeneration %}"
     bare = "{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}<end>{% endif %}"
     bare = "{% for m in messages %}" + bare + "{% endfor %}"
+    with refused("prompt-differs", "a.jsonl: row 1"):
+        prepared(CHATS, chat_template="{% if '5' in messages[-1].content %}Beware. {% endif %}" + bare)
+    # The first token of both sequences has no loss.
     (row,) = prepared({**CHATS, "prompt": []}, chat_template=bare).train.to_pylist()
     for ids, labels in split_sides(row):
         assert labels == [-100, *ids[1:]]
-
-
-def test_a_template_that_writes_two_prompts_is_refused(prepared: Prepare) -> None:
-    marked = "{% generation %}{{ m.content }}<end>{% endgeneration %}"
-    turn = "<{{ m.role }}>{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}<end>{% endif %}"
-    loop = "{% for m in messages %}" + turn + "{% endfor %}"
-    assert prepared(CHATS, chat_template=loop).pairs
-    with refused("prompt-differs", "a.jsonl: row 1"):
-        prepared(CHATS, chat_template="{% if '5' in messages[-1].content %}Beware. {% endif %}" + loop)
 
 
 def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: Prepare, tokenizer: Any) -> None:
@@ -308,7 +255,6 @@ def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: 
     ("row", "section", "code", "place"),
     [
         (TEXTS, {"objective": "sft"}, "wrong-objective", "data.dataset_name_or_path"),
-        (WHOLE, {"objective": "sft"}, "wrong-objective", "data.dataset_name_or_path"),
         (TEXTS, {"objective": "sft", "format": "preference"}, "wrong-objective", "data.format"),
         ({"text": "2 + 2 is 4"}, {}, "wrong-objective", "train.objective"),
         ({"prompt": "2 + 2?", "chosen": "4"}, {}, "wrong-objective", "train.objective"),
@@ -317,7 +263,6 @@ def test_long_pairs_are_refused_or_lose_the_beginning_of_their_prompt(prepared: 
         (INTEL, {}, "no-such-column", "data.columns"),
         (TEXTS, {"prompt_template": "{prompt} [[{chosen}]]"}, "not-in-format", "data.prompt_template"),
         (CHATS, {"turns": "last"}, "no-effect", "data.turns"),
-        (TEXTS, {"text_field": "prompt"}, "no-effect", "data.text_field"),
         (TEXTS, {"completion_only_loss": False}, "no-effect", "data.completion_only_loss"),
     ],
 )
@@ -353,21 +298,6 @@ def test_hints_pass(prepared: Prepare) -> None:
     assert "data.columns: {prompt: query, chosen: accepted, rejected: worse}" in problems[0].hint
 
 
-@pytest.mark.parametrize(
-    ("section", "objective", "place"),
-    [
-        ({"packing": True}, "dpo", "data.packing"),
-        ({"streaming": True, "max_length": 64}, "orpo", "data.streaming"),
-        ({"truncation": "prompt"}, "sft", "data.truncation"),
-    ],
-)
-def test_run_files_that_contradict_pairs(tmp_path: Path, section: Row, objective: str, place: str) -> None:
-    tree = {"data": {"dataset_name_or_path": "a.jsonl", **section}, "train": {"objective": objective, "max_steps": 5}}
-    (tmp_path / "run.yaml").write_text(json.dumps(tree))
-    with refused("broken-rule", place):
-        read_run_file(tmp_path / "run.yaml", ())
-
-
 def make_rows(count: int) -> list[Row]:
     return [
         {"prompt": f"What is {i} + 1?", "chosen": f" {i + 1}" * (1 + i % 7), "rejected": f" {i}" * (1 + i % 5)}
@@ -390,13 +320,8 @@ def test_a_pair_is_one_row_of_order_hold_out_and_mix(prepared: Prepare, tmp_path
     swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[3:4]]
     assert prepared(rows[3], *swapped).audit["splits"]["train"]["duplicates"] == 0
 
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [CHATS] * 3))
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [INTEL] * 2))
-    mix = [
-        {"path": str(tmp_path / "b.jsonl"), "epochs": 2},
-        {"path": str(tmp_path / "c.jsonl"), "columns": {"prompt": "question"}},
-    ]
-    mixed = prepared(mix=mix)
+    chats, intel = write_rows(tmp_path / "b.jsonl", [CHATS] * 3), write_rows(tmp_path / "c.jsonl", [INTEL] * 2)
+    mixed = prepared(mix=[{"path": str(chats), "epochs": 2}, {"path": str(intel), "columns": {"prompt": "question"}}])
     assert mixed.shares == ((3, 6), (2, 2))
     assert [row["source"] for row in mixed.train.to_pylist()] == [[0]] * 3 + [[1]] * 2
     assert len(mixed.order(seed=1, epoch=0, global_batch=2)) == 8
@@ -404,7 +329,11 @@ def test_a_pair_is_one_row_of_order_hold_out_and_mix(prepared: Prepare, tmp_path
 
 def test_batches_of_pairs(prepared: Prepare) -> None:
     """Two rows a pair, chosen first, padded to the longest; end to end, two documents a pair."""
-    rows = prepared(*make_rows(8)).train.to_pylist()
+    done = prepared(*make_rows(8))
+    rows = done.train.to_pylist()
+    assert done.lengths is not None
+    assert done.lengths.tolist() == [2 * max(row["seq_lengths"]) for row in rows]
+    assert isinstance(done.collator(0), PairCollator)
     batch = PairCollator(0)(rows[2:5])
     sides = [side for row in rows[2:5] for side in split_sides(row)]
     longest = max(len(ids) for ids, _ in sides)
@@ -416,20 +345,6 @@ def test_batches_of_pairs(prepared: Prepare) -> None:
     laid = PaddingFreeCollator()(rows[2:5])
     assert laid["cu_seq_lens_q"].diff().tolist() == [len(ids) for ids, _ in sides]
     assert laid["labels"][0].tolist() == [label for _, labels in sides for label in labels]
-
-
-def test_lengths_are_what_a_pair_costs_padded(prepared: Prepare) -> None:
-    done = prepared(*make_rows(40))
-    sizes = np.array([row["seq_lengths"] for row in done.train.to_pylist()])
-    assert done.lengths is not None
-    assert done.lengths.tolist() == (2 * sizes.max(1)).tolist()
-    compared = compare_batching(sizes, None, batch=4, max_length=512, configured=LENGTH_GROUPED, seed=1)
-    order = sizes[done.order(seed=1, epoch=0, global_batch=4)]
-    padded = sum(int(part.max()) * 2 * len(part) for part in np.split(order, 10))
-    assert compared["ways"][LENGTH_GROUPED] == {"rows": 40, "micro_batches": 10, "useful_share": sizes.sum() / padded}
-    assert compared["ways"].keys() == {LENGTH_GROUPED, PADDING_FREE}
-    assert done.batching == LENGTH_GROUPED
-    assert isinstance(done.collator(0), PairCollator)
 
 
 def test_tokens_are_cached_by_objective_and_truncation(prepared: Prepare, tmp_path: Path) -> None:
@@ -444,7 +359,7 @@ def test_tokens_are_cached_by_objective_and_truncation(prepared: Prepare, tmp_pa
     assert len([*(tmp_path / "out" / "tokens").glob("*/audit.json")]) == 3
 
 
-def test_the_audit_counts_pairs(prepared: Prepare, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_counts_pairs(prepared: Prepare) -> None:
     rows = [{**TEXTS, "chosen": f" It is {i} or more or less, roughly."} for i in range(20)]
     done = prepared(*rows, rows[0])
     figures = done.audit["splits"]["train"]
@@ -453,13 +368,9 @@ def test_the_audit_counts_pairs(prepared: Prepare, capsys: pytest.CaptureFixture
     assert [sample["side"] for sample in done.audit["samples"]] == ["chosen", "rejected"] * 3
     assert any("the chosen answer is the longer one" in note for note in done.audit["notes"])
     assert not any("longer one" in note for note in prepared(*make_rows(60)).audit["notes"])
-    print_audit(done.audit)
-    printed = capsys.readouterr().out
-    assert "pairs whose chosen answer is longer" in printed
-    assert "document 0, rejected" in printed
 
 
-@pytest.mark.parametrize("kind", [None, "preference", "messages", "sharegpt", "alpaca"])
+@pytest.mark.parametrize("kind", [None, "messages", "alpaca"])
 def test_made_up_rows_are_pairs(prepared: Prepare, kind: str | None) -> None:
     """Of a rehearsal of data that are on another machine."""
     columns = {"chosen": "good"} if kind else {}
@@ -476,14 +387,11 @@ def test_a_probe_takes_the_chosen_sequences(prepared: Prepare) -> None:
     assert all(row["ids"] in [ids for ids, _ in chosen] for row in choose_rows(table))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "answer"),
-    [
-        ("The sky is blue", "The sky is red", " blue"),  # tokenizers join the space to the word
+def test_answers_to_a_prompt_in_common_begin_with_their_space() -> None:
+    """Tokenizers join it to the word."""
+    for chosen, rejected, answer in (
+        ("The sky is blue", "The sky is blueish", " blue"),
         ("The sky is\nblue", "The sky is\nred", "blue"),
         ("Why?\n\nAssistant: Blue.", "Why?\n\nAssistant: Blue it is.", " Blue."),  # behind the speaker's mark
-        ("The sky is blue", "The sky is blueish", " blue"),
-    ],
-)
-def test_answers_to_a_prompt_in_common_begin_with_their_space(chosen: str, rejected: str, answer: str) -> None:
-    assert chosen[find_answers(chosen, rejected) :] == answer
+    ):
+        assert chosen[find_answers(chosen, rejected) :] == answer

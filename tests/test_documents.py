@@ -15,7 +15,7 @@ from test_long_rows import CONFIGS, FAMILIES
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from windlass import hardware, tiny
+from windlass import tiny
 from windlass.compat import enable_checkpointing
 from windlass.data.collate import PaddedPackingCollator
 from windlass.model.family import FAMILIES as KNOWN
@@ -91,12 +91,13 @@ def test_equals_attention_under_a_mask(family: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(documents, "GROUPED", {"enable_gqa": True})
     tiny.write_family(tmp_path / "model", family, config={**CONFIGS, **FAMILIES}.get(family, {}))
     batch = collate(make_rows(*ROWS))
+    model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
+    enable_checkpointing(model, {"use_reentrant": False})
+    model.train()
     found = []
     for by_document in (False, True):
+        model.zero_grad()
         torch.manual_seed(0)
-        model = find_class(family).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="sdpa")
-        enable_checkpointing(model, {"use_reentrant": False})
-        model.train()
         with Patches() as patches:
             patches.patch_forward(model)
             if by_document:
@@ -144,13 +145,8 @@ def test_an_option_that_the_kernel_lacks_is_refused() -> None:
         documents.attend(nn.Identity(), query, query, query, mask, dropout=0.1)
 
 
-def test_a_device_without_the_kernel_is_found_out() -> None:
-    assert not documents.check_documents(torch.device("cpu"))
-    assert hardware.find_gpu("t4").has_bf16 is False  # such GPUs are planned with a mask
-
-
 RUN = """
-model: {{model_name_or_path: {folder}/{family}}}
+model: {{model_name_or_path: {folder}/llama}}
 lora: {{r: 4, lora_alpha: 8, lora_dropout: 0, target_modules: all-linear}}
 data: {{dataset_name_or_path: {folder}/rows.jsonl, val_split: null, max_length: 64, packing: true}}
 train: {{output_dir: {folder}/run, max_steps: 2, eval_strategy: "no", report_to: none}}
@@ -159,9 +155,12 @@ cluster: {{gpu: h100, nodes: 1, gpus_per_node: 1}}
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "by_document"),
-    [
+def test_planned_where_it_is_used(tmp_path: Path) -> None:
+    for family in ("llama", "gemma2"):
+        tiny.write_family(tmp_path / family, family, tokenizer=True)
+    (tmp_path / "rows.jsonl").write_text('{"text": "anchor bark cable"}\n' * 40)
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    for overrides, by_document in (
         ([], True),
         (["cluster.gpu=t4"], False),  # older than Ampere
         (["cluster.gpu=mi300x"], False),
@@ -170,21 +169,10 @@ cluster: {{gpu: h100, nodes: 1, gpus_per_node: 1}}
         (["model.attn_implementation=eager"], False),
         (["train.compile=true"], False),
         (["model.torch_dtype=float32", "train.bf16=false"], False),  # flash attention computes in 16 bits
-    ],
-)
-def test_planned_where_it_is_used(overrides: list[str], by_document: bool, tmp_path: Path) -> None:
-    tiny.write_family(tmp_path / "llama", "llama", tokenizer=True)
-    (tmp_path / "rows.jsonl").write_text('{"text": "anchor bark cable"}\n' * 40)
-    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, family="llama"))
-    plan = make_plan(read_run_file(tmp_path / "run.yaml", overrides))
-    assert plan.by_document is by_document
-    if plan.run.data.packs:
-        assert plan.search.work.masked is not by_document
-        assert (plan.search.work.attention_length < 64) is by_document  # a document's, not the row's
-
-
-def test_a_family_that_is_not_proven_is_masked(tmp_path: Path) -> None:
-    tiny.write_family(tmp_path / "gemma2", "gemma2", tokenizer=True)  # caps its scores
-    (tmp_path / "rows.jsonl").write_text('{"text": "anchor bark cable"}\n' * 40)
-    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, family="gemma2"))
-    assert make_plan(read_run_file(tmp_path / "run.yaml", [])).by_document is False
+        ([f"model.model_name_or_path={tmp_path}/gemma2"], False),  # a family that is not proven: it caps its scores
+    ):
+        plan = make_plan(read_run_file(tmp_path / "run.yaml", overrides))
+        assert plan.by_document is by_document, overrides
+        if plan.run.data.packs:
+            assert plan.search.work.masked is not by_document
+            assert (plan.search.work.attention_length < 64) is by_document  # a document's, not the row's

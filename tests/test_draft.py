@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import warm
 from refusals import refused
+from text_run import write_rows as write_json_lines
 
 from windlass import hardware, tiny
 from windlass import init as draft
@@ -42,12 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(path: Path, lengths: list[int]) -> str:
-    path.write_text("".join(json.dumps({"text": "hull " * length}) + "\n" for length in lengths))
-    return str(path)
+    return str(write_json_lines(path, [{"text": "hull " * length} for length in lengths]))
 
 
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("gpus", [None, "1xcpu"])
+@pytest.mark.parametrize(("fast", "gpus"), [(True, "1xcpu"), (False, None)])
 def test_a_cpu_computes_in_what_the_file_says(
     fast: bool, gpus: str | None, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +135,6 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert run.train.num_train_epochs == 3  # 1000 rows make some 200 sequences, 6 steps
     assert run.train.per_device_train_batch_size == "auto"
     assert plan.schedule.global_sequences == 16 * 2  # as ever
-    assert [each.split(" ")[0] for each in plan.chosen] == ["data.max_length", "data.packing", "train.num_train_epochs"]
     assert f"not set, chosen: {plan.chosen[1]}" in plan.notes
     print_plan(plan)
     assert "\nnot set  chosen: max_length 3072, packing true, num_train_epochs 3\n" in capsys.readouterr().out
@@ -152,9 +150,6 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     capped = chosen(name=small)
     assert capped.loaded.run.data.max_length == 600
     assert capped.chosen[0].startswith("data.max_length 600, all positions that the model has, ")
-    assert (
-        draft.draft_run(str(small), str(tmp_path / "rows.jsonl"), "2xcpu", print).settings["data.max_length"][0] == 600
-    )
     warnings = chosen("", ", max_length: 700", small).warnings
     assert [each.override for each in warnings if "600 positions" in each.text] == ["data.max_length=600"]
     # Who says how many sequences a step has means rows of the data.
@@ -173,18 +168,10 @@ def test_unset_keys_are_chosen_and_reported(tmp_path: Path, model: Path, capsys:
     assert chosen().loaded.run.data.max_length == 1024
 
 
-@pytest.mark.parametrize("gpus", ["0xh200", "2x2x2xh200", "x", "8xh9000"])
+@pytest.mark.parametrize("gpus", ["2x2x2xh200", "8xh9000"])
 def test_invalid_gpu_count_is_refused(model: Path, tmp_path: Path, gpus: str) -> None:
     with pytest.raises(UserError, match="--gpus"):
         draft.draft_run(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
-
-
-def test_model_and_data_are_both_needed(model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", "init", "--model", str(model)], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "needs both --model and --data" in done.stderr
 
 
 def test_missing_path_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
@@ -195,8 +182,8 @@ def test_missing_path_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
 
 
 def test_columns_are_named_by_a_flag_that_the_error_suggests(tmp_path: Path, model: Path) -> None:
-    data = tmp_path / "qa.jsonl"
-    data.write_text("".join(json.dumps({"Question": f"{i}?", "answer": f" {i}", "id": i}) + "\n" for i in range(9)))
+    lines = [{"Question": f"{i}?", "answer": f" {i}", "id": i} for i in range(9)]
+    data = write_json_lines(tmp_path / "qa.jsonl", lines)
 
     def made(columns: str | None) -> draft.Draft:
         return draft.draft_run(str(model), str(data), "1xcpu", print, columns)
@@ -239,18 +226,26 @@ def write_rows(folder: Path, kind: str, count: int = 700) -> str:
     if kind == "chats":
         turns = [[("user", text(9)), ("assistant", each)] * random.randint(1, 4) for each in texts]
         lines = [{"messages": [{"role": role, "content": said} for role, said in each]} for each in turns]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(folder / "rows.jsonl")
+    return str(write_json_lines(folder / "rows.jsonl", lines))
 
 
-def count_steps(text: str) -> int:
-    found = re.search(r"#.*?([\d,]+) optimizer steps", text)
-    assert found, text
-    return int(found[1].replace(",", ""))
+def count_trained(plan: planning.Plan, audited: Callable[[Any], Any] = str) -> int:
+    """Count the steps that training would make, and compare them with the plan's."""
+    tokenizer, _ = open_model_tokenizer(plan.loaded)
+    data = prepare_data(plan.run, tokenizer, where=plan.where, say=print, audited=audited)
+    order = partial(data.order, seed=0, global_batch=4)
+    batches = Batches(data.train, None, 2, order=lambda epoch: order(epoch=epoch), round_rows=4)  # type: ignore[arg-type]
+    trained = RunLength.of(plan.run.train, batches, plan.batch.accumulation).total
+    assert plan.schedule.steps is not None
+    assert plan.schedule.tolerance is not None
+    assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
+    assert plan.run.data.packing or plan.schedule.steps == trained
+    return trained
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "chats"])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("jsonl", "true"), ("parquet", "false"), ("text", "false"), ("chats", "true")]
+)
 def test_init_plan_and_training_count_the_same_steps(
     kind: str, packing: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,18 +257,11 @@ def test_init_plan_and_training_count_the_same_steps(
     (tmp_path / "run.yaml").write_text(made.text)
     loaded = read_run_file(tmp_path / "run.yaml")
     plan = planning.make_plan(loaded)
-    assert plan.schedule.steps is not None
-    assert plan.schedule.tolerance is not None
-    assert count_steps(made.text) == plan.schedule.steps
-    tokenizer, _ = open_model_tokenizer(loaded)
+    counted = re.search(r"#.*?([\d,]+) optimizer steps", made.text)
+    assert counted
+    assert int(counted[1].replace(",", "")) == plan.schedule.steps
     audits: list[Any] = []
-    data = prepare_data(plan.run, tokenizer, where=loaded.where, say=print, audited=audits.append)
-    order = partial(data.order, seed=0, global_batch=4)
-    batches = Batches(data.train, None, 2, order=lambda epoch: order(epoch=epoch), round_rows=4)  # type: ignore[arg-type]
-    trained = RunLength.of(plan.run.train, batches, plan.batch.accumulation).total
-    assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
-    if packing == "false":
-        assert plan.schedule.steps == trained
+    trained = count_trained(plan, audits.append)
     # Once the tokens are there, they are counted.
     (tmp_path / "out" / "data.json").write_text(json.dumps(audits[0]))
     again = planning.make_plan(loaded)
@@ -295,18 +283,7 @@ def test_plan_and_training_count_the_same_steps_of_a_mix(packing: str, tmp_path:
         f"train: {{global_batch_size: 4, num_train_epochs: 1, output_dir: {tmp_path / 'out'}}}\n"
         "cluster: {gpu: cpu, gpus_per_node: 2}\n"
     )
-    loaded = read_run_file(tmp_path / "run.yaml")
-    plan = planning.make_plan(loaded)
-    assert plan.schedule.steps is not None
-    assert plan.schedule.tolerance is not None
-    tokenizer, _ = open_model_tokenizer(loaded)
-    data = prepare_data(plan.run, tokenizer, where=loaded.where, say=print)
-    order = partial(data.order, seed=0, global_batch=4)
-    batches = Batches(data.train, None, 2, order=lambda epoch: order(epoch=epoch), round_rows=4)  # type: ignore[arg-type]
-    trained = RunLength.of(plan.run.train, batches, plan.batch.accumulation).total
-    assert abs(plan.schedule.steps - trained) <= max(2, plan.schedule.tolerance * trained)
-    if packing == "false":
-        assert plan.schedule.steps == trained
+    count_trained(planning.make_plan(read_run_file(tmp_path / "run.yaml")))
 
 
 def test_a_prepared_row_is_shown_by_the_number_that_alarms_give(tmp_path: Path, model: Path) -> None:
@@ -371,7 +348,7 @@ def test_rows_that_are_all_too_long_are_named(tmp_path: Path, model: Path) -> No
     assert any("data.max_length 600: every row is longer" in warning for warning in made.warnings)
     assert "0.0%" not in made.text
     chat = {"messages": [{"role": "user", "content": "hull " * 900}, {"role": "assistant", "content": "rope"}]}
-    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    write_json_lines(tmp_path / "chat.jsonl", [chat])
     with pytest.raises(UserError, match=r"^--data: no row has anything to train on within 600 tokens"):
         draft.draft_run(str(small), str(tmp_path / "chat.jsonl"), "1xcpu", print)
 
@@ -382,8 +359,7 @@ def test_what_the_template_needs_for_the_rows_is_set_with_the_reason(tmp_path: P
     template += "{% if add_generation_prompt %}<s>assistant {% endif %}"
     (plain / "chat_template.jinja").write_text(template)
     thought = {"role": "assistant", "content": "rope", "reasoning_content": "a hull needs one"}
-    line = json.dumps({"messages": [{"role": "user", "content": "hull"}, thought]})
-    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 30)
+    write_json_lines(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "hull"}, thought]}] * 30)
     made = draft.draft_run(str(plain), str(tmp_path / "rows.jsonl"), "1xcpu", print)
     value, reason = made.settings["data.reasoning"]
     assert value == "drop"
@@ -392,23 +368,12 @@ def test_what_the_template_needs_for_the_rows_is_set_with_the_reason(tmp_path: P
     assert "  reasoning: drop  # " in made.text
 
 
-@pytest.mark.parametrize(
-    "rejected",
-    [
-        {"rejected_response": "rope"},
-        {"rejected_messages": [{"role": "user", "content": "hull"}, {"role": "assistant", "content": "rope"}]},
-    ],
-)
-def test_chats_with_a_rejected_answer_are_pairs(tmp_path: Path, model: Path, rejected: dict[str, Any]) -> None:
+def test_pairs_are_found_even_if_one_lacks_an_answer(tmp_path: Path, model: Path) -> None:
     chat = [{"role": "user", "content": "hull"}, {"role": "assistant", "content": "keel"}]
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': chat, **rejected})}\n" * 40)
-    made = draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
-    assert made.settings["train.objective"][0] == "dpo"
-
-
-def test_pairs_of_which_one_lacks_an_answer_are_pairs(tmp_path: Path, model: Path) -> None:
+    data = write_json_lines(tmp_path / "chats.jsonl", [{"messages": chat, "rejected_response": "rope"}] * 40)
+    assert draft.draft_run(str(model), str(data), "1xcpu", print).settings["train.objective"][0] == "dpo"
     rows = [{"prompt": "hull", "chosen": f"rope {i}", "rejected": "sail" if i else None} for i in range(30)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(tmp_path / "rows.jsonl", rows)
     with refused("empty-answer") as problems:
         draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
     assert (problems[0].where, problems[0].problem) == ("row 1", "the rejected answer is empty")
@@ -437,19 +402,6 @@ def test_a_gpu_without_bfloat16_gets_none(tmp_path: Path, model: Path) -> None:
     made = draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), "1xt4", print)
     assert made.settings["train.bf16"] == (False, "")
     assert draft.draft_run(str(model), write_rows(tmp_path, "jsonl"), "1xa10", print).settings["train.bf16"][0]
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ('{"text": "pähp"}\n'.encode("latin-1") * 40, "not-utf8"),
-        (b'["a", "b"]\n' * 40, "not-an-object"),
-    ],
-)
-def test_data_that_no_command_can_read_gets_no_run_file(content: bytes, code: str, tmp_path: Path, model: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    with refused(code):
-        draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
 
 
 @pytest.mark.fault(

@@ -21,7 +21,8 @@ import warm
 from refusals import refused
 from test_compressed import write_native
 
-from windlass import tiny
+from windlass import cli, tiny
+from windlass.data.hub import require_room
 from windlass.data.sources import resolve_source
 from windlass.errors import UserError
 from windlass.fetch import record_digest
@@ -223,23 +224,23 @@ def test_a_file_without_its_published_hash_is_removed_and_fetched_again(hub: Hub
     assert list(known) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("rows.csv", b"text\none\n"), ("rows.json", b'[{"text": "one"}]')])
 def test_checksums_of_a_data_set_are_not_taken_for_rows(
-    name: str, content: bytes, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FILES, "datasets/org/table", {"README.md": b"", name: content})
+    monkeypatch.setitem(FILES, "datasets/org/table", {"README.md": b"", "rows.json": b'[{"text": "one"}]'})
     folders, printed = result(fetch(hub, tmp_path, model=str(tmp_path), data="org/table"))
     assert folders, printed
     assert (folders["data"] / PUBLISHED).is_file()
     source = resolve_source(Data(dataset_name_or_path=str(folders["data"]), dataset_config_name=None))
-    assert source.splits == {"train": (folders["data"] / name,)}
+    assert source.splits == {"train": (folders["data"] / "rows.json",)}
 
 
 def test_room_is_needed_for_what_is_not_there(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.txt").write_text("a\n")
     rows = str(tmp_path / "rows.txt")
     folders, printed = result(fetch(hub, tmp_path, data=rows))
-    assert folders, printed
+    assert set(folders) == {"model"}
+    assert "nothing to fetch" in printed
     full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=1000)\n"
     monkeypatch.setattr(sys.modules[__name__], "SCRIPT", full + SCRIPT)
     (mark,) = (tmp_path / "hf" / "hub").glob(".windlass-model-*.json")
@@ -259,49 +260,44 @@ def test_headers_alone_have_no_digest(tmp_path: Path) -> None:
     assert json.loads((tmp_path / PUBLISHED).read_text()) == {"tokenizer.json": "a"}
 
 
-@pytest.mark.parametrize("how", ["offline", "unreachable"])
-def test_offline_error_names_the_next_step(hub: Hub, tmp_path: Path, how: str) -> None:
-    more = {"HF_HUB_OFFLINE": "1"} if how == "offline" else {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    folders, printed = result(fetch(hub, tmp_path, **more))
-    assert not folders
-    assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in printed
-    assert "hint: run `windlass fetch RUN` where there is a network" in printed
+def test_what_can_not_be_fetched_is_named_with_the_next_step(hub: Hub, tmp_path: Path) -> None:
+    offline, unreachable = {"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    unknown = fetch(hub, tmp_path / "unknown", model="org/none")
+    for process in [fetch(hub, tmp_path, **more) for more in (offline, unreachable)]:
+        folders, printed = result(process)
+        assert not folders
+        assert "USER run.yaml:1: model.model_name_or_path: org/model is not on this machine and the hub" in printed
+        assert "hint: run `windlass fetch RUN` where there is a network" in printed
+    assert "the hub has no model 'org/none'" in result(unknown)[1]
 
 
-def test_an_unknown_name_and_a_local_folder(hub: Hub, tmp_path: Path) -> None:
-    assert "the hub has no model 'org/none'" in result(fetch(hub, tmp_path, model="org/none"))[1]
-    (tmp_path / "rows.txt").write_text("a\n")
-    folders, printed = result(fetch(hub, tmp_path, data=str(tmp_path / "rows.txt")))
-    assert set(folders) == {"model"}
-    assert "nothing to fetch" in printed
+def run_windlass(hub: Hub, folder: Path, *arguments: str, code: int = 0) -> str:
+    command, environ = [warm.python(), "-m", "windlass", *arguments], environment(hub, folder)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.long
-def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_alone_are_enough_for_the_plan(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tiny.write_family(tmp_path / "source", "qwen2", tokenizer=True)
     files = {file.name: file.read_bytes() for file in source.iterdir()}
     monkeypatch.setitem(FILES, "org/tiny", files)
-    for name in [name for name in os.environ if name.startswith("HF_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment(hub, tmp_path).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model: {model_name_or_path: org/tiny}\ncluster: {gpu: h100}\n")
 
-    def windlass(*arguments: str) -> tuple[int, str]:
-        command = [warm.python(), "-m", "windlass", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-        return done.returncode, done.stdout + done.stderr
-
     def planned(*more: str) -> tuple[dict[str, Any], str]:
-        code, out = windlass("plan", "run.yaml", "--json", *more)
-        assert code == 0, out
-        plan = json.loads(out[out.index("{") :])
-        return {"parameters": plan["parameters"], "memory": plan["memory"]}, out
+        with pytest.raises(SystemExit, match=r"^0$"):
+            cli.main(["plan", "run.yaml", "--json", *more])
+        out, err = capsys.readouterr()
+        plan = json.loads(out)
+        return {"parameters": plan["parameters"], "memory": plan["memory"]}, out + err
 
-    code, out = windlass("plan", "run.yaml")
-    assert (code, "`windlass fetch run.yaml` (with --headers-only" in " ".join(out.split())) == (2, True), out
-    code, out = windlass("fetch", "run.yaml", "--headers-only")
-    assert code == 0, out
+    run_windlass(hub, tmp_path, "fetch", "run.yaml", "--headers-only")
     weights = [name for name in files if name.endswith(".safetensors")]
     assert weights, files
     assert all(hub.sent[name] <= 100_001 < len(files[name]) for name in weights), hub.sent
@@ -309,9 +305,8 @@ def test_headers_alone_are_enough_for_the_plan(hub: Hub, tmp_path: Path, monkeyp
     plan, out = planned()
     assert plan == expected
     assert "no weights in" in out
-    code, out = windlass("train", "run.yaml")
-    assert code == 2, out
-    code, out = windlass("fetch", "run.yaml", "--override", f"data.dataset_name_or_path={tmp_path / 'run.yaml'}")
+    run_windlass(hub, tmp_path, "train", "run.yaml", code=2)
+    run_windlass(hub, tmp_path, "fetch", "run.yaml", "--override", f"data.dataset_name_or_path={tmp_path}/run.yaml")
     plan, out = planned()
     assert plan == expected
     assert "no weights in" not in out
@@ -331,13 +326,7 @@ def test_weights_in_mistrals_own_layout_are_fetched_if_there_are_no_others(
     weights = "consolidated-00001-of-00001.safetensors"
 
     def fetch_model(*arguments: str) -> Path:
-        command = [warm.python(), "-m", "windlass", "fetch", "run.yaml", *arguments]
-        environ = environment(hub, tmp_path)
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = re.search(r"model: (/.+)", done.stdout + done.stderr)
+        found = re.search(r"model: (/.+)", run_windlass(hub, tmp_path, "fetch", "run.yaml", *arguments))
         assert found
         return Path(found[1])
 
@@ -381,9 +370,6 @@ def test_a_model_whose_name_begins_alike_is_not_taken_from_the_cache(
 
 @pytest.mark.fault("a volume that is too small for the model", "`windlass fetch`", "takes 8796093022208.0 GiB")
 def test_too_small_volume_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from windlass.data.hub import require_room
-    from windlass.errors import UserError
-
     with pytest.raises(UserError, match=r"takes 8796093022208.0 GiB, .* GiB free"):
         require_room(2**73, tmp_path, "org/model", "model")
     require_room(1, tmp_path, "org/model", "model")

@@ -4,16 +4,14 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from refusals import refused
-from transformers import AutoTokenizer
 
-from windlass import cli, tiny
-from windlass.data.prepare import prepare_data
+from windlass import cli
 from windlass.errors import UserError
 from windlass.runfile import read_run_file
 from windlass.runfile.document import load_document
@@ -22,118 +20,12 @@ from windlass.runfile.importers.imported import ImportedRun
 from windlass.runfile.names import IMPORTED, TOOLS, group_by_name
 from windlass.runfile.reference import list_keys
 
-AXOLOTL = """
-base_model: ./mistral
-adapter: lora
-sequence_len: 2048
-sample_packing: true
-datasets: [{path: chats.jsonl, type: chat_template}]
-val_set_size: 0.05
-output_dir: ./outputs/out
-lora_r: 32
-lora_alpha: 16
-lora_target_linear: true
-micro_batch_size: 2
-gradient_accumulation_steps: 4
-num_epochs: 3
-optimizer: adamw_torch_fused
-lr_scheduler: cosine
-learning_rate: 2e-4
-bf16: auto
-tf32: true
-gradient_checkpointing: true
-flash_attention: true
-warmup_steps: 10
-evals_per_epoch: 4
-saves_per_epoch: 1
-weight_decay: 0.1
-special_tokens: {pad_token: <pad>}
-wandb_project: llm
-wandb_name: first
-"""
-MISTRAL_4 = """
-base_model: mistralai/Mistral-Small-4-119B-2603
-plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]
-load_in_4bit: true
-quantize_moe_experts: true
-datasets: [{path: org/messages, type: chat_template, split: train}]
-dataset_prepared_path: prepared
-val_set_size: 0
-output_dir: ./out
-adapter: qlora
-sequence_len: 4096
-sample_packing: true
-lora_r: 16
-lora_alpha: 32
-lora_dropout: 0.05
-lora_target_modules: 'model.language_model.layers.[\\d]+.(mlp|self_attn).(up|down|gate|o)_proj'
-micro_batch_size: 1
-gradient_accumulation_steps: 1
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-learning_rate: 0.0002
-bf16: true
-attn_implementation: flash_attention_2
-warmup_ratio: 0.1
-"""
-LLAMA_FACTORY = """
-model_name_or_path: ./qwen
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-dataset: rows.jsonl
-template: qwen3
-cutoff_len: 2048
-max_samples: 1000
-preprocessing_num_workers: 16
-output_dir: saves/sft
-logging_steps: 10
-save_steps: 500
-plot_loss: true
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-"""
-TRL = """
-model_name_or_path: ./llama
-dtype: bfloat16
-use_peft: true
-lora_r: 64
-lora_alpha: 16
-dataset_name: org/chats
-output_dir: out
-max_length: 4096
-packing: true
-learning_rate: 2.0e-4
-gradient_checkpointing_kwargs: {use_reentrant: false}
-eval_strategy: steps
-eval_steps: 50
-"""
-SWIFT = """#!/bin/bash
-# 14 GiB
-CUDA_VISIBLE_DEVICES=0,1 \\
-NPROC_PER_NODE=2 \\
-swift sft \\
-    --model ./qwen \\
-    --tuner_type lora \\
-    --dataset 'rows.jsonl#500' \\
-    --torch_dtype bfloat16 \\
-    --num_train_epochs 1 \\
-    --learning_rate 1e-4 \\
-    --lora_rank 8 --lora_alpha=32 \\
-    --target_modules q_proj v_proj \\
-    --gradient_accumulation_steps 16 \\
-    --eval_strategy no --save_steps 50 \\
-    --max_length 2048 \\
-    --deepspeed zero3 \\
-    --attn_impl flash_attn
-"""
+FOLDER = Path(__file__).parent / "golden" / "importing"
+AXOLOTL, MISTRAL_4, LLAMA_FACTORY, TRL, SWIFT = (
+    (FOLDER / name).read_text()
+    for name in ("axolotl.yaml", "axolotl-mistral-4.yaml", "llamafactory.yaml", "trl.yaml", "swift.sh")
+)
+CASES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((FOLDER / "cases.yaml").read_text())
 
 
 def edited(text: str, **values: Any) -> str:
@@ -142,345 +34,16 @@ def edited(text: str, **values: Any) -> str:
     return "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in values.items() if value is not None)])
 
 
-USUAL_SET = {
-    "path": "a.jsonl",
-    "ds_type": "json",
-    "type": "chat_template",
-    "chat_template": "chatml",
-    "roles_to_train": ["assistant"],
-    "train_on_eos": "turn",
-    "message_property_mappings": {"role": "speaker", "content": "value"},
-    "field_tools": "functions",
-    "roles": {"assistant": ["gpt"], "user": ["human"]},
-}
-Case = tuple[str, dict[str, Any], list[str]]  # a configuration, what it becomes, and which of its keys are refused
-
-
-def case(text: str, becomes: dict[str, Any] | None = None, keys: Sequence[str] = (), /, **edits: Any) -> Case:
-    return edited(text, **edits) if edits else text, becomes or {}, [*keys]
-
-
-CASES: dict[str, Case] = {
-    "axolotl": case(
-        AXOLOTL,
-        {
-            "model.model_name_or_path": "./mistral",
-            "model.attn_implementation": "flash_attention_2",
-            "lora.target_modules": "all-linear",
-            "lora.lora_dropout": 0.0,
-            "data.dataset_name_or_path": "chats.jsonl",
-            "data.dataset_config_name": None,
-            "data.messages_field": "messages",
-            "data.completion_only_loss": True,
-            "data.packing": True,
-            "data.val_fraction": 0.05,
-            "train.learning_rate": 2e-4,
-            "train.per_device_train_batch_size": 2,
-            "train.warmup_steps": 10,
-            "train.eval_strategy": "epoch",
-            "train.report_to": ["wandb"],
-            "train.run_name": "first",
-            "train.bf16": True,
-        },
-    ),
-    "axolotl mistral 4 in 4 bits": case(
-        MISTRAL_4,
-        {
-            "train.optim": "adamw_bnb_8bit",
-            "data.val_split": None,
-            "train.eval_strategy": "no",
-            "lora.r": 16,
-            "layout.base_dtype": "nf4",
-        },
-    ),
-    "axolotl mistral 4 in 16 bits, experts": case(
-        MISTRAL_4,
-        {"lora.experts": {"targets": ["gate_up_proj"]}},
-        load_in_4bit=False,
-        adapter="lora",
-        lora_target_parameters=["mlp.experts.gate_up_proj"],
-    ),
-    "axolotl text": case(
-        AXOLOTL,
-        {"data.text_field": "body", "data.dataset_config_name": "en"},
-        datasets=[{"path": "t", "type": "completion", "field": "body", "name": "en"}],
-    ),
-    "axolotl own prompt": case(
-        AXOLOTL,
-        {"data.prompt_template": "{q}\n[[{a}]]"},
-        datasets=[{"path": "t", "type": {"field_instruction": "q", "field_output": "a", "format": "{instruction}\n"}}],
-    ),
-    "axolotl lowest learning rate": case(
-        AXOLOTL,
-        {"train.lr_scheduler_type": "cosine_with_min_lr", "train.lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-        cosine_min_lr_ratio=0.1,
-    ),
-    "axolotl on prompts too": case(
-        AXOLOTL, {"data.completion_only_loss": False}, train_on_inputs=True, fsdp_version=2, deepspeed="zero3.json"
-    ),
-    "axolotl all weights": case(AXOLOTL, {}, ["adapter"], adapter=None),
-    "axolotl other preferences": case(AXOLOTL, {}, ["rl", "rl_beta"], rl="kto", rl_beta=0.1),
-    "axolotl dpo": case(
-        AXOLOTL,
-        {
-            "train.objective": "dpo",
-            "dpo.beta": 0.2,
-            "dpo.loss": "ipo",
-            "data.messages_field": "messages",
-            "data.columns": {"chosen": "good"},
-        },
-        rl="ipo",
-        rl_beta=0.2,
-        datasets=[{"path": "p.jsonl", "type": "chat_template.default", "field_chosen": "good"}],
-    ),
-    "axolotl styles of pairs": case(
-        AXOLOTL,
-        {
-            "train.objective": "orpo",
-            "orpo.beta": 0.3,
-            "data.mix": [
-                {
-                    "path": "a.jsonl",
-                    "split": "train",
-                    "format": "messages",
-                    "chat_template": "chatml",
-                    "columns": {"messages": "question"},
-                },
-                {"path": "b.jsonl", "split": "train", "format": "preference", "chat_template": "llama3"},
-                {"path": "c.jsonl", "split": "train", "format": "preference"},
-            ],
-        },
-        rl="orpo",
-        orpo_alpha=0.3,
-        datasets=[
-            {"path": "a.jsonl", "type": "chatml.intel"},
-            {"path": "b.jsonl", "type": "llama3.ultra"},
-            {"path": "c.jsonl", "type": "chat_template.argilla_chat"},
-        ],
-    ),
-    "axolotl unknown pairs": case(
-        AXOLOTL, {}, ["datasets"], rl="dpo", datasets=[{"path": "a", "type": "zephyr.nectar"}]
-    ),
-    "axolotl smoothing of sigmoid": case(AXOLOTL, {}, ["dpo_label_smoothing"], rl="dpo", dpo_label_smoothing=0.1),
-    "axolotl noise": case(
-        AXOLOTL,
-        {"train.neftune_noise_alpha": 5, "train.compile": True},
-        ["use_eaft"],
-        neftune_noise_alpha=5,
-        torch_compile="auto",
-        use_eaft=True,
-    ),
-    "axolotl new tokens": case(
-        AXOLOTL, {"lora.modules_to_save": ["lm_head"]}, ["tokens"], lora_modules_to_save=["lm_head"], tokens=["<a>"]
-    ),
-    "axolotl other end": case(AXOLOTL, {}, ["special_tokens"], special_tokens={"eos_token": "<e>"}),
-    "axolotl misspelt": case(AXOLOTL, {}, ["lora_aplha"], lora_aplha=3),
-    "axolotl float16": case(AXOLOTL, {}, ["fp16"], bf16=False, fp16=True),
-    "llamafactory": case(
-        LLAMA_FACTORY,
-        {
-            "lora.lora_alpha": 16,
-            "lora.lora_dropout": 0.0,
-            "lora.target_modules": "all-linear",
-            "data.train_split": "train[:1000]",
-            "data.max_length": 2048,
-            "data.val_split": None,
-            "train.gradient_checkpointing": True,
-            "train.eval_strategy": "no",
-            "train.weight_decay": 0.0,
-        },
-    ),
-    "llamafactory names": case(
-        LLAMA_FACTORY,
-        {
-            "lora.target_modules": ["q_proj", "v_proj"],
-            "data.val_fraction": 0.1,
-            "train.eval_steps": 500,
-            "train.eval_on_start": True,
-        },
-        lora_target="q_proj, v_proj",
-        val_size=0.1,
-        eval_on_start=True,
-        eval_strategy="steps",
-        eval_steps=500,
-    ),
-    "llamafactory neat packing": case(
-        LLAMA_FACTORY,
-        {"data.packing": True, "lora.modules_to_save": ["embed_tokens", "lm_head"]},
-        neat_packing=True,
-        additional_target="embed_tokens,lm_head",
-    ),
-    "axolotl alpaca": case(
-        AXOLOTL,
-        {"data.format": "alpaca", "data.chat_template": "alpaca"},
-        datasets=[{"path": "a.jsonl", "type": "alpaca"}],
-        chat_template="chatml",
-    ),
-    "llamafactory alpaca": case(LLAMA_FACTORY, {}, ["template"], template="alpaca"),
-    "llamafactory chatml": case(LLAMA_FACTORY, {"data.chat_template": "chatml"}, template="chatml"),
-    "llamafactory other preferences": case(LLAMA_FACTORY, {}, ["stage"], stage="kto"),
-    "llamafactory dpo": case(
-        LLAMA_FACTORY,
-        {"train.objective": "dpo", "dpo.beta": 0.3, "dpo.sft_weight": 0.5},
-        stage="dpo",
-        pref_beta=0.3,
-        pref_ftx=0.5,
-        mask_history=True,
-    ),
-    "llamafactory orpo": case(
-        LLAMA_FACTORY, {"train.objective": "orpo", "orpo.beta": 0.1}, stage="dpo", pref_loss="orpo"
-    ),
-    "llamafactory hinge": case(LLAMA_FACTORY, {}, ["pref_loss"], stage="dpo", pref_loss="hinge"),
-    "trl dpo": case(
-        TRL,
-        {"train.objective": "dpo", "dpo.beta": 0.2, "dpo.label_smoothing": 0.1},
-        loss_type=["robust"],
-        beta=0.2,
-        label_smoothing=0.1,
-    ),
-    "trl beta alone": case(TRL, {}, ["beta"], beta=0.2),
-    "trl several losses": case(TRL, {}, ["loss_type"], loss_type=["sigmoid", "sft"]),
-    "llamafactory 4 bits": case(LLAMA_FACTORY, {"layout.base_dtype": "nf4"}, quantization_bit=4),
-    "llamafactory 8 bits": case(LLAMA_FACTORY, {}, ["quantization_bit"], quantization_bit=8),
-    "llamafactory fp4": case(LLAMA_FACTORY, {}, ["quantization_type"], quantization_bit=4, quantization_type="fp4"),
-    "llamafactory hqq": case(
-        LLAMA_FACTORY, {}, ["quantization_bit", "quantization_method"], quantization_bit=4, quantization_method="hqq"
-    ),
-    "llamafactory last turn": case(LLAMA_FACTORY, {"data.turns": "last"}, mask_history=True),
-    "llamafactory several sets": case(
-        LLAMA_FACTORY,
-        {
-            "data.mix": [{"split": "train[:1000]", "path": name} for name in ("a.jsonl", "b.jsonl")],
-            "data.eval": {"c": {"split": "train[:1000]", "path": "c.jsonl"}},
-            "train.eval_strategy": "steps",
-        },
-        dataset="a.jsonl,b.jsonl",
-        eval_dataset="c.jsonl",
-        eval_strategy="steps",
-    ),
-    "llamafactory evaluation sets of one name": case(
-        LLAMA_FACTORY,
-        {
-            "data.eval": {
-                name: {"split": "train[:1000]", "path": path}
-                for name, path in {"test": "a/test.jsonl", "test-2": "b/test.jsonl", "test-2-2": "test-2.jsonl"}.items()
-            },
-        },
-        eval_dataset="a/test.jsonl,b/test.jsonl,test-2.jsonl",
-        eval_strategy="steps",
-    ),
-    "axolotl several sets": case(
-        AXOLOTL,
-        {
-            "data.mix": [
-                {"path": "a.jsonl", "split": "train", "format": "alpaca", "chat_template": "alpaca"},
-                {"path": "b.jsonl", "split": "train", "messages_field": "messages"},
-            ],
-            "data.chat_template": "chatml",
-        },
-        datasets=[{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "chat_template"}],
-        chat_template="chatml",
-    ),
-    "axolotl settings of a set": case(
-        AXOLOTL,
-        {"data.chat_template": "chatml", "data.columns": {"role": "speaker", "tools": "functions"}},
-        datasets=[USUAL_SET],
-        plugins=["axolotl.integrations.liger.LigerPlugin"],
-    ),
-    "axolotl settings of a set that change training": case(
-        AXOLOTL,
-        {},
-        ["datasets[0].roles_to_train", "datasets[0].shards", "datasets[0].roles", "train_on_eos", "plugins"],
-        datasets=[USUAL_SET | {"roles_to_train": ["user"], "shards": 4, "roles": {"assistant": ["expert"]}}],
-        train_on_eos="none",
-        plugins=["axolotl.integrations.kd.KDPlugin"],
-    ),
-    "axolotl twice the same file": case(
-        AXOLOTL,
-        {
-            "data.mix": [
-                {"path": "a", "split": "train[:5]", "format": "alpaca", "chat_template": "alpaca"},
-                {"path": "a", "split": "train[9:]", "format": "alpaca", "chat_template": "alpaca", "name": "a-2"},
-            ]
-        },
-        datasets=[{"path": "a", "type": "alpaca", "split": f"train[{part}]"} for part in (":5", "9:")],
-    ),
-    "llamafactory order of sets": case(
-        LLAMA_FACTORY, {}, ["mix_strategy"], dataset="a.jsonl,b.jsonl", mix_strategy="interleave_under"
-    ),
-    "trl loss on answers": case(
-        TRL,
-        {"data.completion_only_loss": True, "data.chat_template": "t.jinja"},
-        assistant_only_loss=True,
-        completion_only_loss=False,
-        chat_template_path="t.jinja",
-    ),
-    "trl another tokenizer's template": case(
-        TRL,
-        {"data.dataset_name_or_path": "a"},
-        ["chat_template_path", "datasets[0].data_dir"],
-        chat_template_path="org/chat",
-        datasets=[{"path": "a", "data_dir": "b"}],
-        dataset_name=None,
-    ),
-    "swift text": case(SWIFT.replace("swift sft", "swift pt"), {"data.completion_only_loss": False}),
-    "swift last turn": case(
-        SWIFT.replace("swift sft", "swift sft --loss_scale last_round"),
-        {"data.completion_only_loss": True, "data.turns": "last"},
-    ),
-    "swift dpo": case(
-        SWIFT.replace("swift sft", "swift rlhf --beta 0.4 --loss_type ipo"),
-        {"train.objective": "dpo", "dpo.beta": 0.4, "dpo.loss": "ipo"},
-    ),
-    "swift dpo on last turns": case(
-        SWIFT.replace("swift sft", "swift rlhf --loss_scale last_round"),
-        {"train.objective": "dpo", "data.turns": "absent", "data.completion_only_loss": "absent"},
-    ),
-    "swift dpo on prompts too": case(SWIFT.replace("swift sft", "swift rlhf --loss_scale all"), {}, ["loss_scale"]),
-    "swift orpo": case(
-        SWIFT.replace("swift sft", "swift rlhf --rlhf_type orpo"), {"train.objective": "orpo", "orpo.beta": 0.1}
-    ),
-    "swift grpo": case(SWIFT.replace("swift sft", "swift rlhf --rlhf_type grpo"), {}, ["rlhf_type"]),
-    "swift weights of words": case(SWIFT.replace("swift sft", "swift sft --loss_scale react"), {}, ["loss_scale"]),
-    "trl": case(
-        TRL,
-        {
-            "data.dataset_name_or_path": "org/chats",
-            "data.val_split": "test",
-            "lora.lora_dropout": 0.05,
-            "lora.target_modules": "all-linear",
-            "train.lr_scheduler_type": "linear",
-            "train.per_device_train_batch_size": 8,
-            "train.logging_steps": 10,
-        },
-    ),
-    "trl all weights": case(TRL, {}, ["use_peft"], use_peft=False),
-    "swift": case(
-        SWIFT,
-        {
-            "model.attn_implementation": "flash_attention_2",
-            "lora.target_modules": ["q_proj", "v_proj"],
-            "lora.lora_alpha": 32,
-            "data.train_split": "train[:500]",
-            "train.gradient_accumulation_steps": 16,
-            "train.weight_decay": 0.1,
-            "train.adam_beta2": 0.95,
-        },
-    ),
-    "swift without accumulation": case(
-        SWIFT.replace("    --gradient_accumulation_steps 16 \\\n", ""), {"train.global_batch_size": 16}
-    ),
-    "swift system": case(SWIFT.replace("--deepspeed zero3", "--system 'Be kind.'"), {}, ["system"]),
-    "trl on a command line": case(
-        "accelerate launch --num_processes 2 trl/scripts/sft.py --model_name_or_path m --dataset_name d --use_peft\n",
-        {"model.model_name_or_path": "m", "data.val_split": None},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_configuration_becomes_a_run_file(name: str, tmp_path: Path) -> None:
-    text, expected, keys = CASES[name]
+@pytest.mark.parametrize(("base", "name"), [(base, name) for base, cases in CASES.items() for name in cases])
+def test_a_configuration_becomes_a_run_file(base: str, name: str, tmp_path: Path) -> None:
+    case = CASES[base][name]
+    text = case.get("of") or edited((FOLDER / base).read_text(), **case.get("with", {}))
+    for old, new in case.get("instead", {}).items():
+        text = text.replace(old, new)
+    expected, keys = case.get("becomes", {}), case.get("refused", [])
+    if "info" in case:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/dataset_info.json").write_text(json.dumps(case["info"]))
     file = tmp_path / ("run.sh" if "--" in text else "run.yml")
     file.write_text(text)
     made = import_file(file)
@@ -499,26 +62,6 @@ def test_a_configuration_becomes_a_run_file(name: str, tmp_path: Path) -> None:
         section, _, field = key.partition(".")
         if key not in ("lora.experts", "data.mix", "data.eval"):  # which defaults fill up
             assert run[section][field] == value
-
-
-def test_pairs_of_swift_are_read(tmp_path: Path) -> None:
-    """The rows that its documentation shows, with the run file that its command becomes."""
-    asked = [{"role": "user", "content": "2 + 2?"}]
-    four, five = ({"role": "assistant", "content": text} for text in ("4", "5"))
-    rows = [{"messages": [*asked, four], "rejected_response": "5"} for _ in range(4)]
-    chats = [{"messages": [*asked, four], "rejected_messages": [*asked, five]} for _ in range(4)]
-    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path / "tokenizer", vocab=600))
-    tables = []
-    for name, lines in (("rows", rows), ("chats", chats)):
-        file = tmp_path / "run.sh"
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        file.write_text(f"swift rlhf --model ./qwen --rlhf_type dpo --dataset {tmp_path}/{name}.jsonl\n")
-        made = import_file(file, overrides=["data.max_length=64", "data.packing=false", "data.chat_template=chatml"])
-        (tmp_path / "run.yaml").write_text(render_run_file(made))
-        run = read_run_file(tmp_path / "run.yaml", [f"train.output_dir={tmp_path}/out"]).run
-        tables.append(prepare_data(run, tokenizer, say=print).train)
-    assert tables[0].num_rows == 4
-    assert tables[0].equals(tables[1])
 
 
 def test_preferences_are_never_turned_into_answers(tmp_path: Path) -> None:
@@ -552,6 +95,10 @@ def test_llamafactory_data_set_that_is_described_nowhere_is_refused(tmp_path: Pa
     assert problem.hint == "did you mean identities?"
     file.write_text(edited(LLAMA_FACTORY, dataset="identity", dataset_dir="ONLINE"))
     assert not import_file(file).problems
+    info = {"texts": {"file_name": "a.jsonl", "ranking": True, "columns": {"chosen": "good"}}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    file.write_text(edited(LLAMA_FACTORY, dataset="texts"))
+    assert any(problem.where.endswith("texts.ranking") for problem in import_file(file).problems)
 
 
 def test_the_machine_and_overrides_are_written_into_the_run_file(tmp_path: Path) -> None:
@@ -593,65 +140,6 @@ def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path, capsys: pytest.
     assert run("init", "tiny-cpu", "--force")[0] == 0
     assert read_run_file(out).run.cluster.gpu == "cpu"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yml", "b.yml", "run.yaml"]
-
-
-def test_llamafactory_data_set_names_are_resolved(tmp_path: Path) -> None:
-    info = {
-        "own": {"file_name": "a.jsonl", "columns": {"prompt": "question", "response": "output"}, "num_samples": 50},
-        "chats": {
-            "hf_hub_url": "org/chats",
-            "split": "sft",
-            "formatting": "sharegpt",
-            "columns": {"messages": "turns", "tools": "functions"},
-            "tags": {"role_tag": "who", "content_tag": "content", "user_tag": "human", "assistant_tag": "expert"},
-        },
-        "pairs": {"file_name": "p.jsonl", "ranking": True, "columns": {"chosen": "good"}, "folder": "sub"},
-    }
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
-    file = tmp_path / "l.yaml"
-    file.write_text(edited(LLAMA_FACTORY, dataset="own,chats,pairs"))
-    made = import_file(file)
-    own, chats, _ = made.settings["data.mix"]
-    assert own == {
-        "path": "data/a.jsonl", "split": "train[:50]", "format": "alpaca", "columns": {"instruction": "question"}
-    }  # fmt: skip
-    assert chats == {
-        "path": "org/chats", "split": "sft[:1000]", "messages_field": "turns",
-        "columns": {"role": "who", "tools": "functions"},
-    }  # fmt: skip
-    assert {problem.where.rpartition(": ")[2] for problem in made.problems} == {
-        "chats.tags", "pairs.ranking", "pairs.columns", "pairs.folder"
-    }  # fmt: skip
-
-
-def test_llamafactory_pairs_are_resolved(tmp_path: Path) -> None:
-    texts = {"prompt": "q", "query": "input", "chosen": "good", "rejected": "rejected"}
-    chats = {"messages": "turns", "chosen": "chosen", "rejected": "bad"}
-    info = {
-        "texts": {"file_name": "a.jsonl", "ranking": True, "columns": texts},
-        "chats": {"file_name": "b.jsonl", "ranking": True, "formatting": "sharegpt", "columns": chats},
-        "answers": {"file_name": "c.jsonl"},
-    }
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
-    file = tmp_path / "l.yaml"
-    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,chats"))
-    made = import_file(file)
-    assert not made.problems
-    assert made.settings["data.mix"] == [
-        {
-            "path": "data/a.jsonl",
-            "split": "train[:1000]",
-            "format": "alpaca",
-            "columns": {"instruction": "q", "chosen": "good"},
-        },
-        {"path": "data/b.jsonl", "split": "train[:1000]", "messages_field": "turns", "columns": {"rejected": "bad"}},
-    ]
-    file.write_text(edited(LLAMA_FACTORY, stage="dpo", dataset="texts,answers"))
-    assert [problem.where for problem in import_file(file).problems] == [f"{file}: dataset_info.json: answers"]
-    file.write_text(edited(LLAMA_FACTORY, dataset="texts"))
-    assert any(problem.where.endswith("texts.ranking") for problem in import_file(file).problems)
 
 
 def test_trl_objective_is_read_from_its_command(tmp_path: Path) -> None:
@@ -776,13 +264,6 @@ def test_keys_with_one_counterpart_agree_or_are_named_with_both(tmp_path: Path) 
 def import_text(text: str, folder: Path, name: str = "a.yml") -> ImportedRun:
     (folder / name).write_text(text)
     return import_file(folder / name)
-
-
-def test_lists_stand_where_names_between_commas_are_usual(tmp_path: Path) -> None:
-    text = edited(LLAMA_FACTORY, additional_target=["embed_tokens", "lm_head"], dataset=["a.jsonl", "b.jsonl"])
-    made = import_text(text, tmp_path)
-    assert made.settings["lora.modules_to_save"] == ["embed_tokens", "lm_head"]
-    assert [part["path"] for part in made.settings["data.mix"]] == ["a.jsonl", "b.jsonl"]
 
 
 def test_what_would_be_lost_of_an_import_is_named(tmp_path: Path) -> None:

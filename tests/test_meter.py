@@ -1,16 +1,13 @@
 """The recorder alone, in real ranks, and as a callback in a real TRL training, against independent counts."""
 
-import gc
 import importlib.util
 import itertools
 import json
 import math
-import signal
 import subprocess
 import sys
 import textwrap
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +31,7 @@ from windlass.hardware import read_gpus
 from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
 from windlass.model.family import FAMILIES
 from windlass.observe import steps
-from windlass.observe.counters import Counters, read_rss_gib
+from windlass.observe.counters import Counters
 from windlass.observe.flops import count_flops
 from windlass.observe.recorder import ExpertBalance, Recorder, count_tokens_in, mean_loss
 
@@ -156,49 +153,6 @@ def test_a_full_disk_is_reported_once_and_the_loop_goes_on(tmp_path: Path, capsy
     assert reported.count("\n") == 1
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from windlass.observe.recorder import Recorder
-recorder = Recorder(Path(sys.argv[1]))
-recorder.start()
-for step in range(1, 10**9):
-    recorder.mark("backward")
-    recorder.end_step(step)
-    print(step, flush=True)
-"""
-
-
-def test_a_killed_run_keeps_every_step_it_made(tmp_path: Path) -> None:
-    with subprocess.Popen([warm.python(), "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        printed = next(int(line) for line in process.stdout if int(line) >= 50)
-        process.send_signal(signal.SIGKILL)
-    assert [line["step"] for line in records(tmp_path)][:printed] == list(range(1, printed + 1))
-
-
-def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: Path) -> None:
-    """Python's own memory and the process's, after a third of the steps; the cost of the median step."""
-    recorder = Recorder(tmp_path)
-    recorder.start()
-    for step in range(1, 501):
-        record_step(recorder, step, loss=1.0)
-    costs = sorted(line["meter_seconds"] for line in records(tmp_path)[-200:])
-    assert costs[100] < 0.005, "seconds; 0.0001 on a quiet machine"
-    tracemalloc.start()  # it makes everything slow
-    used: list[tuple[int, float]] = []
-    for step in range(501, 2001):
-        record_step(recorder, step, loss=1.0)
-        if step in (1000, 2000):
-            gc.collect()
-            used.append((tracemalloc.get_traced_memory()[0], read_rss_gib()))
-    tracemalloc.stop()
-    recorder.close()
-    assert used[1][0] - used[0][0] < 50_000
-    assert used[1][1] - used[0][1] < 0.02
-    assert [line["step"] for line in records(tmp_path)] == list(range(1, 2001))
-
-
 # --- the parts ---
 
 
@@ -220,7 +174,7 @@ def test_tokens_of_batches_without_masks_or_labels() -> None:
     assert mean_loss(losses, [], summed=False) == 2.5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral4", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mistral4"])
 def test_flops_are_what_torch_counts(family: str, tmp_path: Path) -> None:
     model = getattr(transformers, FAMILIES[family].causal_lm).from_pretrained(
         tiny.write_model(tmp_path, family, wrapper=False, quantization="none", dtype="float32", tokenizer=False),
@@ -272,12 +226,8 @@ def test_expert_balance_of_planted_routers() -> None:
     with torch.no_grad():  # an evaluation between two steps
         model[2].chosen = torch.tensor([[0]])
         model[2](torch.zeros(1, 2))
-    assert balance.stop() == {
-        "experts": 4,
-        "busiest": [4.0, 1.0, 2.0],
-        "idlest": [0.0, 1.0, 0.0],
-        "unused": [3, 0, 1],
-    }
+    counts = {"busiest": [4.0, 1.0, 2.0], "idlest": [0.0, 1.0, 0.0], "unused": [3, 0, 1]}
+    assert balance.stop() == {"experts": 4, **counts}
     model[0](torch.zeros(4, 2))
     assert balance.stop() is None, "nothing is counted in between"
 
@@ -331,18 +281,18 @@ def trained(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     trainer = SFTTrainer(
         model=transformers.Mistral4ForCausalLM.from_pretrained(small),
         args=SFTConfig(
-            output_dir=str(folder),
+            str(folder),
             max_steps=12,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
             logging_steps=3,
             eval_strategy="steps",
             eval_steps=6,
             save_steps=6,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_length=64,
             report_to=[],
             use_cpu=True,
             bf16=False,
-            max_length=64,
             activation_checkpointing=False,
             gradient_checkpointing=None,
             disable_tqdm=True,

@@ -1,7 +1,6 @@
 """Mistral's own layout of a merged Mistral 4: the same model as in transformers' layout, under the
 names that servers read."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from windlass import tiny
 from windlass.errors import RunError
 from windlass.export.merged_files import write_merge
+from windlass.files import read_json
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -91,8 +91,10 @@ def decode_mistral(folder: Path) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["base has both", "base has one"])
-@pytest.mark.parametrize(("quantization", "dtype"), [("tensor", None), ("tensor", "bf16"), ("none", None)])
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "alone"),  # alone: the base has one layout, not both
+    [("tensor", None, False), ("tensor", None, True), ("tensor", "bf16", False), ("none", None, True)],
+)
 def test_both_layouts_decode_alike(
     quantization: str, dtype: str | None, alone: bool, made: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +112,9 @@ def test_both_layouts_decode_alike(
     assert len(one) > 50
     assert one.keys() <= other.keys()
     in_fp8 = quantization == "tensor" and dtype is None
+    params, expected = (read_json(folder / "params.json") for folder in (out, made / quantization))
+    assert ("quantization" in params) == in_fp8
+    assert {**params, "quantization": 0} == {**expected, "quantization": 0}
     for name, value in one.items():
         if alone:
             assert torch.equal(other[name], value), name
@@ -127,18 +132,6 @@ def test_both_layouts_decode_alike(
         if (not alone and not adapted.search(name)) or name.startswith("vision"):
             before = read_files(made / quantization, "consolidated*.safetensors")[name]
             assert torch.equal(after.view(torch.uint8), before.view(torch.uint8)), name
-
-
-@pytest.mark.long
-def test_params_are_those_of_the_base(made: Path, tmp_path: Path) -> None:
-    """Written from config.json, or the base's own; without quantization if the model is in 16 bits."""
-    for name, dtype, quantized in (("tensor", None, True), ("tensor alone", None, True), ("tensor", "bf16", False)):
-        out = tmp_path / f"{name} {dtype}"
-        export(made / "adapter", out, merge=True, base=str(made / name), dtype=dtype, layout="mistral", say=silent)
-        params = json.loads((out / "params.json").read_text())
-        assert ("quantization" in params) == quantized
-        expected = json.loads((made / "tensor" / "params.json").read_text())
-        assert {**params, "quantization": 0} == {**expected, "quantization": 0}
 
 
 @pytest.mark.takes("writes and merges both layouts")
@@ -174,13 +167,11 @@ def test_files_that_vllm_needs_and_the_base_lacks(made: Path, tmp_path: Path) ->
         export(adapter, tmp_path / "out", base=str(base), say=lines.append, **options)
         return [line for line in lines if "vLLM needs" in line]
 
-    (note,) = notes(merge=True)
-    assert "copy it there from the repository that base was downloaded from" in note
-    assert f"preprocessor_config.json in {tmp_path / 'out'}, and the base has none" in note
     (note,) = notes(merge=True, called="org/name")
     assert f"`hf download org/name --include '*processor_config.json' --local-dir {tmp_path / 'out'}`" in note
-    (note,) = notes(merge=True, called="org/name", layout="mistral")
-    assert f"`hf download org/name --include tekken.json --local-dir {tmp_path / 'out'}`" in note
+    (note,) = notes(merge=True, layout="mistral")
+    assert "copy it there from the repository that base was downloaded from" in note
+    assert f"tekken.json in {tmp_path / 'out'}, and the base has none" in note
     peft_model(base, {"target_modules": ["o_proj"]}).save_pretrained(str(tmp_path / "served"))
     (note,) = notes(server="vllm", called="org/name")  # an unmerged adapter is served with the base's own folder
     assert f"`hf download org/name --include '*processor_config.json' --local-dir {base}`" in note
@@ -209,9 +200,12 @@ def test_layouts_of_different_weights_are_refused(made: Path, tmp_path: Path) ->
     export(made / "adapter", tmp_path / "out", merge=True, base=str(base), layout="hf", say=silent)
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
-    "key", ["layers.0.experts.2.w3.weight", "vision_encoder.transformer.layers.0.attention.wk.weight"]
+    ("key", "alone"),
+    [
+        ("layers.0.experts.2.w3.weight", True),
+        ("vision_encoder.transformer.layers.0.attention.wk.weight", False),
+    ],
 )
 def test_damage_to_mistrals_files_is_detected(
     key: str, alone: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

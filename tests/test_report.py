@@ -8,15 +8,13 @@ import os
 import random
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import PHASES, SPIKE, one_step, write
+from report_runs import PHASES, SPIKE, one_step, write, write_lines
 from rich.console import Console
 
 from windlass.errors import UserError
@@ -24,7 +22,6 @@ from windlass.files import read_json_lines
 from windlass.observe import reader, report, steps
 from windlass.observe.report import print_report, read
 from windlass.observe.report.charts import make_comparison_charts
-from windlass.observe.report.read import choose_cuts, thin_curve
 from windlass.observe.report.trials import SweepResult, TrialResult, list_effects
 
 ROOT = Path(__file__).parent.parent
@@ -60,10 +57,9 @@ def test_the_total_is_what_the_run_counted_not_what_was_planned(tmp_path: Path) 
     """`finished step 222 of 186`: the plan had estimated the rows."""
     folder = write(tmp_path / "run", ranks=1, count=40)
     append(folder / "events.jsonl", {"time": 1.7e9, "step": 0, "kind": "start", "steps": 55})
-    head = report.make_report([folder]).runs[0]["headline"]
-    assert head["steps_planned"] == 55
-    (plan,) = [row for row in report.make_report([folder]).runs[0]["planned"] if row["what"] == "steps"]
-    assert plan["planned"] == 40
+    run = only(folder)
+    assert run["headline"]["steps_planned"] == 55
+    assert [row["planned"] for row in run["planned"] if row["what"] == "steps"] == [40]
 
 
 def test_a_run_on_pairs_is_told_in_their_terms(tmp_path: Path) -> None:
@@ -123,14 +119,6 @@ def test_without_an_evaluation_a_run_on_pairs_is_told_of_its_last_steps(tmp_path
     assert "preferred" not in only(write(tmp_path / "sft"))["verdict"]["text"]
 
 
-def test_a_loss_below_zero_that_falls_is_no_overfitting(tmp_path: Path) -> None:
-    """That of DPO with label smoothing may be negative."""
-    folder = write(tmp_path / "run", ranks=1, count=40)
-    losses = [{"kind": "eval", "step": 10 * i, "eval_loss": loss} for i, loss in enumerate((-0.2, -0.6, -0.61), 1)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
-    assert not any("overfitting" in reason for reason in only(folder)["verdict"]["against"])
-
-
 def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any]) -> None:
     lines = [list(read_json_lines(folder / f"steps-rank{rank}.jsonl")) for rank in range(3)]
     first, head = lines[0], made["headline"]
@@ -149,14 +137,9 @@ def test_figures_are_computed_from_the_steps(folder: Path, made: dict[str, Any])
     peaks = [max(r["gpu_peak_gib"] for r in rank) for rank in lines]
     assert [row["peak_gib"] for row in made["memory"]["per_rank"]] == pytest.approx(peaks)
     assert (made["memory"]["planned_gib"], made["memory"]["capacity_gib"]) == (104.2, 140.4)
-    assert made["tokens"] == {
-        "useful": 14000 * 1200,
-        "padded": 1000 * 1200,
-        "supervised": 9000 * 1200,
-        "masked": 5000 * 1200,
-        "useful_share": pytest.approx(14 / 15),
-        "supervised_share": pytest.approx(9 / 14),
-    }
+    counts = {"useful": 14000 * 1200, "padded": 1000 * 1200, "supervised": 9000 * 1200, "masked": 5000 * 1200}
+    shares = {"useful_share": pytest.approx(14 / 15), "supervised_share": pytest.approx(9 / 14)}
+    assert made["tokens"] == counts | shares
     planned = next(chart for chart in made["charts"] if chart["id"] == "rate")["series"][1]
     assert (planned["label"], planned["least"][5], planned["most"][5]) == ("planned", 11000, 16000)
     busy = next(chart for chart in made["charts"] if chart["id"] == "utilization")["series"][0]
@@ -174,10 +157,10 @@ def test_hours_that_a_run_was_down_are_not_counted(tmp_path: Path) -> None:
     after_20, after_25 = lines[19]["time"], lines[24]["time"] + 7200
     for line in lines:
         line["time"] += 7200 * (line["step"] > 20) + 1000 * (line["step"] > 25)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     marks = [("start", 0, began), ("start", 20, after_20 + 3000), ("start", 20, after_20 + 7200)]
     marks += [("end", 25, after_25), ("start", 25, after_25 + 1000), ("end", 30, lines[-1]["time"])]
-    events.write_text("".join(json.dumps({"kind": k, "step": s, "time": at}) + "\n" for k, s, at in marks))
+    write_lines(events, [{"kind": k, "step": s, "time": at} for k, s, at in marks])
     head = only(folder)["headline"]
     assert head["seconds"] == pytest.approx(sum(line["step_seconds"] for line in lines), abs=0.1)
     assert head["gpu_hours"] == pytest.approx(head["seconds"] / 3600)
@@ -189,8 +172,7 @@ def test_a_run_that_was_resumed_on_fewer_ranks_has_those(manifest: bool, tmp_pat
     for rank in range(4):
         path = folder / f"steps-rank{rank}.jsonl"
         lines = list(read_json_lines(path))[: 30 if rank < 2 else 20]
-        lines = [{**line, "step_seconds": line["step_seconds"] + 9 * (rank > 1)} for line in lines]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, [{**line, "step_seconds": line["step_seconds"] + 9 * (rank > 1)} for line in lines])
         about = json.loads((folder / f"meter-rank{rank}.json").read_text())
         (folder / f"meter-rank{rank}.json").write_text(json.dumps(about | {"ranks": 2 if rank < 2 else 4}))
     (folder / "manifest.json").write_text(json.dumps({"state": "finished"} | ({"ranks": 2} if manifest else {})))
@@ -277,6 +259,12 @@ def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
     assert only(folder)["verdict"]["level"] == "good"
     path = folder / "steps-rank0.jsonl"
     sound = path.read_text()
+    experts = {"experts": 8, "idlest": [0.1] * 2, "unused": [0] * 2}
+
+    def uneven(most: float) -> Any:
+        return lambda step: {**experts, "busiest": [1.5, 1.4 if step < 20 else most]}
+
+    busiest = "the busiest expert of layer 1 takes 3.1 times an even share of the tokens, 1.4 times at the"
     changes: list[tuple[slice, dict[str, Any], str, str]] = [
         (slice(24, 25), {"loss": None, "non_finite": ["loss"]}, "bad", "not a finite number at step 25"),
         (slice(24, 25), {"skipped": True}, "warn", "1 step was skipped"),
@@ -285,35 +273,18 @@ def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
         (slice(0, 30), {"data_seconds": 3.0}, "warn", "of the step time is waiting for data: loading is the bottle"),
         (slice(0, 30), {"data_seconds": 1.0}, "good", ""),
         (slice(0, 30), {"grad_norm": 0.7}, "warn", "100% of the gradients were clipped to max_grad_norm 0.5"),
-    ]
-    experts = {"experts": 8, "idlest": [0.1] * 2, "unused": [0] * 2}
-    changes += [
         (slice(0, 30), {"step_seconds": 4.7}, "warn", "a step takes 4.7 s, 1.5 times the planned 3.1 s"),
         (slice(0, 30), {"step_seconds": 4.5}, "good", ""),
         (slice(29, 30), {"gpu_peak_gib": 120.0}, "warn", "the peak memory is 120.0 GiB, the plan has 104.2 GiB"),
         (slice(29, 30), {"gpu_peak_gib": 112.0}, "good", ""),
-    ]
-    changes += [
-        (
-            slice(0, 30),
-            {"experts": lambda step, most=most: {**experts, "busiest": [1.5, 1.4 if step < 20 else most]}},
-            level,
-            message,
-        )
-        for most, level, message in (
-            (
-                3.1,
-                "warn",
-                "the busiest expert of layer 1 takes 3.1 times an even share of the tokens, 1.4 times at the",
-            ),
-            (2.7, "good", ""),
-        )
+        (slice(0, 30), {"experts": uneven(3.1)}, "warn", busiest),
+        (slice(0, 30), {"experts": uneven(2.7)}, "good", ""),
     ]
     for where, change, level, message in changes:
         lines = [json.loads(line) for line in sound.splitlines()]
         for line in lines[where]:
             line |= {name: value(line["step"]) if callable(value) else value for name, value in change.items()}
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, lines)
         verdict = only(folder)["verdict"]
         assert verdict["level"] == level, message
         assert message in " ".join(verdict["against"])
@@ -321,23 +292,21 @@ def test_report_verdict_reflects_failures(tmp_path: Path) -> None:
     failed = {"step": 30, "kind": "save", "seconds": 9.0, "ok": False, "error": "disk full"}
     append(folder / "events.jsonl", failed, {"step": 30, "kind": "eval", "eval_loss": 2.0})
     made = only(folder)
-    assert made["saves"] == {
-        "count": 11,
-        "failed": 1,
-        "error": "disk full",
-        "seconds": 2.5,
-        "most_seconds": 2.5,
-        "bytes": 330_000_000,
-    }
+    saves = {"count": 11, "failed": 1, "error": "disk full", "seconds": 2.5, "most_seconds": 2.5, "bytes": 330_000_000}
+    assert made["saves"] == saves
     assert "1 of 11 saves failed: disk full" in made["verdict"]["against"]
     assert "the evaluation loss has risen from 1.008 to 2.000: overfitting" in made["verdict"]["against"]
+    # That of DPO with label smoothing may be negative.
+    falling = [{"kind": "eval", "step": 10 * i, "eval_loss": loss} for i, loss in enumerate((-0.2, -0.6, -0.61), 1)]
+    write_lines(folder / "events.jsonl", falling)
+    assert only(folder)["verdict"]["level"] == "good"
 
 
 def test_a_trial_that_trained_with_others_is_not_compared_with_its_plan_alone(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=30)
     (folder / "alarms.jsonl").unlink()
     lines = [{**line, "step_seconds": 4.7} for line in read_json_lines(folder / "steps-rank0.jsonl")]
-    (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "steps-rank0.jsonl", lines)
     assert only(folder)["verdict"]["level"] == "warn"
     plan = json.loads((folder / "plan.json").read_text())
     for names, level in (["one"], "warn"), (["one", "other"], "good"):
@@ -389,21 +358,9 @@ def test_a_resumed_run_that_loads_is_not_shown_as_ended(last: str, tmp_path: Pat
     assert only(folder)["verdict"]["level"] == "good"
 
 
-def test_thinning_keeps_spikes_and_means() -> None:
-    values = [1.0] * 10_000
-    values[7777] = 50.0
-    means, least, most = thin_curve(values, choose_cuts(len(values), 100))
-    assert (len(means), max(m for m in most if m), min(v for v in least if v)) == (100, 50, 1)
-    assert sum(m for m in means if m) / 100 == pytest.approx(sum(values) / 10_000)
-    assert thin_curve([math.nan, 2.0], choose_cuts(2, 10))[0] == [None, 2]
-    assert choose_cuts(0, 10) == [0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "count"), [(1, 3), (32, 100), (1, 3000), pytest.param(1, 300_000, marks=pytest.mark.prove)]
-)
-def test_the_page_stays_small_and_keeps_the_spike(ranks: int, count: int, tmp_path: Path) -> None:
-    made = report.make_report([write(tmp_path / "run", ranks=ranks, count=count)])
+@pytest.mark.parametrize("count", [3, 3000])
+def test_the_page_stays_small_and_keeps_the_spike(count: int, tmp_path: Path) -> None:
+    made = report.make_report([write(tmp_path / "run", ranks=1, count=count)])
     assert made.html.stat().st_size < 1_000_000
     curve = next(chart for chart in made.runs[0]["charts"] if chart["id"] == "grad_norm")["series"][0]
     assert len(curve["values"]) <= 480
@@ -538,16 +495,15 @@ def replacements(value: Any, odd: Any) -> Iterator[Any]:
             yield from ([*value[:i], changed, *value[i + 1 :]] for changed in replacements(inner, odd))
 
 
-@pytest.mark.parametrize("all_odd", [False, pytest.param(True, marks=pytest.mark.prove)])
 @pytest.mark.takes("writes a report for each odd value")
-def test_report_survives_any_odd_value(all_odd: bool, tmp_path: Path) -> None:
+def test_report_survives_any_odd_value(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", ranks=1, count=3)
     for path in (*folder.glob("*.json"), *folder.glob("*.jsonl")):
         sound = path.read_text()
         first, newline, rest = sound.partition("\n")
         for number, odd in enumerate(ODD):
             for place, changed in enumerate(replacements(json.loads(first), odd)):
-                if all_odd or place % len(ODD) == number:
+                if place % len(ODD) == number:
                     path.write_text(json.dumps(changed) + newline + rest)
                     try:
                         made = report.make_report([folder])
@@ -556,14 +512,6 @@ def test_report_survives_any_odd_value(all_odd: bool, tmp_path: Path) -> None:
                     except Exception as error:
                         raise AssertionError(f"{path.name}: {json.dumps(changed)[:2000]}") from error
         path.write_text(sound)
-
-
-def test_the_report_imports_no_torch(folder: Path) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "windlass", "report", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
-    assert {"windlass", "jinja2"} <= imported
-    assert not imported & {"torch", "transformers", "numpy", "pandas", "datasets"}
 
 
 def test_every_key_and_field_is_documented(made: dict[str, Any]) -> None:

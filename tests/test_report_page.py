@@ -1,7 +1,7 @@
 """The page in a real headless Chromium: opened, read with mouse, keyboard and touch, printed."""
 
 import base64
-import json
+import contextlib
 import re
 import subprocess
 import tarfile
@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import warm
 from chromium import PROGRAM, Chromium
-from report_runs import write
+from report_runs import write, write_lines
 
-from windlass import tiny
+from windlass import cli, tiny
 from windlass.observe import report
 
 pytestmark = [
@@ -252,25 +251,21 @@ def rows_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.write_model(folder / "model", "mistral4")
     hostile = "</div><script>window.pwned = 1</script><img src=http://x.invalid/y.png> \u202e\x1b[31m " + "hull" * 200
     answers = ["A windlass.\nIt lifts.", hostile, *(f"Answer {i}. " + "rope " * 300 for i in range(6))]
-    lines = [
-        {"messages": [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": answer}]}
-        for i, answer in enumerate(answers)
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [{"role": "user", "content": f"Question {i}?"} for i in range(8)]
+    chats = [[ask, {"role": "assistant", "content": answer}] for ask, answer in zip(asked, answers, strict=True)]
+    write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
     (folder / "run.yaml").write_text(
         f"model: {{model_name_or_path: {model}}}\n"
         f"data: {{dataset_name_or_path: {folder}/chats.jsonl, max_length: 512}}\n"
         f"train: {{output_dir: {folder}/run}}\n"
     )
-    command = [warm.python(), "-m", "windlass", "data", "run.yaml", "--html", "run/data.html"]
     (folder / "run").mkdir()
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    with contextlib.suppress(SystemExit):
+        cli.main(["data", str(folder / "run.yaml"), "--html", str(folder / "run" / "data.html")])
     return folder / "run" / "data.html"
 
 
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(400, True), (1400, False)])
 def test_rows_are_readable_at_every_width_and_nothing_is_fetched(
     chromium: Chromium, rows_page: Path, width: int, dark: bool
 ) -> None:
@@ -295,14 +290,8 @@ def test_rows_are_readable_at_every_width_and_nothing_is_fetched(
     light = sum(map(int, re.findall(r"\d+", paper)[:3])) > 3 * 128
     assert light != dark
     assert "cut at max_length" in chromium.run("document.querySelector('.notes').innerText")
-
-
-def test_the_scheme_is_chosen_on_the_page_of_rows(chromium: Chromium, rows_page: Path) -> None:
-    chromium.size(1000, 900)
-    chromium.open(rows_page)
     chromium.run("document.getElementById('scheme').click()")
-    chromium.run("document.getElementById('scheme').click()")
-    assert chromium.run("document.documentElement.dataset.scheme") == "dark"
+    assert chromium.run("document.documentElement.dataset.scheme") == ("light" if dark else "dark")
 
 
 def test_the_report_links_to_the_rows_in_its_folder(chromium: Chromium, rows_page: Path, tmp_path: Path) -> None:

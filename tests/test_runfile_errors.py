@@ -101,7 +101,6 @@ def test_bad_files_and_paths(problems: Problems, tmp_path: Path) -> None:
 
 # text of the file: where, hint
 BAD_KEYS = {
-    "train: {lerning_rate: 1}": ("train.lerning_rate", "did you mean learning_rate?"),
     "lora: {learning_rate: 1}": ("lora.learning_rate", "write train.learning_rate"),
     "trian: {}": ("trian", "did you mean train?"),
     "train: {deepspeed: x}": ("train.deepspeed", "full-shard"),
@@ -122,18 +121,10 @@ BAD_KEYS = {
     "lora:\nr: 8": ("r", "indent it under `lora:`"),
     # What other tools call them.
     "lora: {trainable_token_indices: [8]}": ("lora.trainable_token_indices", "write lora.modules_to_save: [embed"),
-    "lora: {rank: 8}": ("lora.rank", "write lora.r"),
     "train: {micro_batch_size: 8}": ("train.micro_batch_size", "write train.per_device_train_batch_size"),
-    "train: {epochs: 8}": ("train.epochs", "write train.num_train_epochs"),
     "lr: 8": ("lr", "write train.learning_rate"),
-    "cutoff_len: 8": ("cutoff_len", "write data.max_length"),
-    "sample_packing: true": ("sample_packing", "write data.packing"),
     "layout: {tensor_parallel: 2}": ("layout.tensor_parallel", "there is no tensor parallelism"),
-    "layout: {pp_size: 2}": ("layout.pp_size", "there is no pipeline parallelism"),
     "train: {sequence_parallel_size: 2}": ("train.sequence_parallel_size", "write layout.context_parallel"),
-    "layout: {zero_stage: 3}": ("layout.zero_stage", "full-shard for ZeRO-3"),
-    "layout: {ep_size: 2}": ("layout.ep_size", "write layout.expert_parallel"),
-    "layout: {dp_shard_size: 2}": ("layout.dp_shard_size", "write layout.shard"),
     "distributed: {strategy: fsdp2}": ("distributed", "full-shard (FSDP, ZeRO-3)"),
     "data: {train: a.jsonl}": ("data.train", "write data.dataset_name_or_path"),
     "cluster.image: a/b": ("cluster.image", "write `image:` indented below `cluster:`"),
@@ -146,50 +137,30 @@ BAD_VALUES = {
     "lora: {init_lora_weights: corda}": ("lora.init_lora_weights", "not 'corda'", "write true: corda changes the base"),
     "cluster: {platform: k8s}": ("cluster.platform", "not 'k8s'", "write kubernetes"),
     "lora: {r: '16'}": ("lora.r", "must be a whole number, not '16'", "without quotes"),
-    "lora: {r: 16.5}": ("lora.r", "must be a whole number, not 16.5", ""),
     "lora: {r: 0}": ("lora.r", "must be at least 1, not 0", "windlass explain lora.r"),
     "lora: {r: null}": ("lora.r", "must be a whole number, not null", "remove the line"),
     "lora: {lora_dropout: 1}": ("lora.lora_dropout", "must be less than 1, not 1", ""),
-    "lora: {lora_alpha: a}": ("lora.lora_alpha", "must be a number, not 'a'", ""),
     "lora: {target_modules: []}": ("lora.target_modules", "must not be empty", ""),
     "lora: {target_modules: [a, 1]}": ("lora.target_modules[1]", "must be text, not 1", "in quotes"),
     "lora: {target_modules: [a, a]}": ("lora.target_modules", "lists a more than once", ""),
     "lora: {target_modules: '*.q'}": ("lora.target_modules", "is neither `all`, `all-linear` nor a regular", ""),
     "lora: 5": ("lora", "must be a section, not 5", "indent its keys below it: r,"),
-    "model: a/b": ("model", "must be a section", "model_name_or_path"),
     "train: {bf16: 'True'}": ("train.bf16", "must be true, false or 'auto', not 'True'", "write true without quotes"),
     "train: {learning_rate: .nan}": ("train.learning_rate", "must be a number, not '.nan'", ""),
     "train: {learning_rate: 1e999}": ("train.learning_rate", "must be a finite number", ""),
     "train: {max_steps: 0}": ("train.max_steps", "must be at least 1 or -1, not 0", ""),
     "train: {seed: 099}": ("train.seed", "must be a whole number, not '099'", "leading zeros"),
     f"train: {{seed: {'9' * 5000}}}": ("train.seed", "must be a whole number, not '9999", ""),
-    "train: {eval_strategy: step}": (
-        "train.eval_strategy",
-        "must be 'no', 'steps', 'epoch' or 'auto'",
-        "did you mean steps?",
-    ),
     "train: {per_device_train_batch_size: -4}": ("train.per_device_train_batch_size", "at least 1 or 'auto'", ""),
     "data: {dataset_config_name: no}": ("data.dataset_config_name", "must be text, not false", '"false"'),
     "layout: fastest": ("layout", "must be 'auto', 'full-shard'", "windlass explain layout"),
     "layout: full-shrd": ("layout", "must be 'auto'", "did you mean full-shard?"),
     "layout: fsdp2": ("layout", "must be 'auto'", "write full-shard"),
-    "kind: vision": ("kind", "must be 'lora' or 'script'", ""),
     "name: My Run": ("name", "must be at most 47 lower-case letters", ""),
-    "cluster: {volumes: [{claim: a}]}": ("cluster.volumes[0].path", "is missing", ""),
     "cluster: {volumes: [{claim: a, path: x}]}": ("cluster.volumes[0].path", "must be an absolute path", ""),
     "cluster: {memory_limit: '64'}": ("cluster.memory_limit", "must be an amount with its unit", ""),
-    "cluster: {kubernetes: {trainer_version: 2.3}}": (
-        "cluster.kubernetes.trainer_version",
-        "must be text, not 2.3",
-        'quotes: "2.3"',
-    ),
     "cluster: {env: {A-B: x}}": ("cluster.env.A-B", "must be a variable's name", ""),
     "cluster: {env: {A: true}}": ("cluster.env.A", "must be text or a section, not true", ""),
-    "cluster: {runai: {extended_resources: {rdma/nic: 0}}}": (
-        "cluster.runai.extended_resources.rdma/nic",
-        "at least 1, not 0",
-        "",
-    ),
     "cluster: {image: 'a b'}": ("cluster.image", "must be an image's name, without spaces", ""),
     "cluster: {gpu: {name: x}}": ("cluster.gpu.memory_gib", "is missing", ""),
 }
@@ -228,12 +199,7 @@ def test_former_keys_of_cluster_are_answered_with_their_place(problems: Problems
     (found,) = problems("cluster: {priority_class: a}", "cluster.platform=openshift")
     assert found.problem == "it is cluster.kubernetes.priority_class now"
     (found,) = problems("cluster: {platform: runai}", "cluster.user.uid=5")
-    assert found == Problem(
-        "it is cluster.runai.user now",
-        "--override cluster.user.uid=5",
-        "--override cluster.runai.user.uid=5",
-        "moved-key",
-    )
+    assert (found.where, found.hint) == ("--override cluster.user.uid=5", "--override cluster.runai.user.uid=5")
     (found,) = problems("cluster: {platform: slurm}", "cluster.sbatch={mem: 0}")
     assert found.hint == "--override 'cluster.slurm.sbatch={mem: 0}'"
     assert {row.name for row in explain_topic("cluster.queue")} >= {
@@ -245,10 +211,8 @@ def test_former_keys_of_cluster_are_answered_with_their_place(problems: Problems
 def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:
     """Entries of mappings have names that explain doesn't know."""
     hints = set()
-    for path in {*list_keys()} - {
-        "cluster.kubernetes.affinity",
-        "data.template_kwargs",
-    }:  # whose entries may be anything
+    anything = {"cluster.kubernetes.affinity", "data.template_kwargs"}  # whose entries may be
+    for path in {*list_keys()} - anything:
         tree: Any = {"layers.0 x": [[1]], "": {"zzzzzzz": [1]}}
         for key in reversed(path.split(".")):
             tree = {key: tree}
@@ -303,6 +267,9 @@ CLASHES = {
         ["data.mix=[{path: x/a.jsonl}, {path: y/a.parquet}]"],
         ["data.mix=[{path: x/a.jsonl}]", "data.eval={a: {path: x}}"],
         ["data.mix=[{path: x, epochs: 2}]", "data.streaming=true", "train.max_steps=9"],
+        ["data.packing=true", "train.objective=dpo"],
+        ["data.streaming=true", "train.max_steps=9", "train.objective=orpo", "data.max_length=64"],
+        ["data.truncation=prompt"],
     ],
     "wrong-value": [
         *(['data.prompt_template=""'], ["lora.r=x"], ["lora.r="]),
@@ -409,7 +376,7 @@ EXAMPLES = [
     *(text.encode() for text in read_presets().values()),
 ]
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-LONG = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 
 SPECIAL = ["auto", "no", "1e999", "-1", "0", "nan", "[", "{}", "all", "*", "\ud800", "\0", "9" * 400, "~"]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(SPECIAL)
@@ -417,8 +384,6 @@ KEYS = st.sampled_from([part for key in list_keys() for part in (key, key.rparti
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
 )
-SECTIONS = st.sampled_from(["name", "kind", "model", "lora", "data", "train", "layout", "cluster", "watch"])
-TREES = st.dictionaries(SECTIONS | KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=8), max_size=8)
 ENDS = st.sampled_from(["", "[0]", "[99]", ".0", ".x", "[-1]", ".", "[", "a" * 300])
 SETTINGS = st.builds(lambda key, end, value: f"{key}{end}={value}", KEYS, ENDS, st.text(max_size=20) | VALUES.map(str))
 OVERRIDES = st.lists(SETTINGS | st.text(max_size=30), max_size=4)
@@ -459,7 +424,6 @@ def mutate(content: bytes, seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.prove)], ids=["quick", "long"])
-@pytest.mark.timeout(1200)
 def test_only_user_errors_are_raised(tmp_path: Path, how: settings) -> None:
     path = tmp_path / "run.yaml"
 
@@ -474,20 +438,10 @@ def test_only_user_errors_are_raised(tmp_path: Path, how: settings) -> None:
         read_or_refuse(path, b"lora:\n  r: 1\n" + content.encode(), [])
 
     @how
-    @given(tree=TREES, overrides=OVERRIDES)
-    def any_tree(tree: dict[str, Any], overrides: list[str]) -> None:
-        try:
-            content = yaml.safe_dump(tree, allow_unicode=True).encode()
-        except (UnicodeEncodeError, yaml.YAMLError):
-            content = yaml.safe_dump(tree).encode()
-        read_or_refuse(path, content, overrides)
-
-    @how
     @given(example=st.sampled_from(EXAMPLES), seed=st.integers(0, 2**32), overrides=OVERRIDES)
     def any_mutation(example: bytes, seed: int, overrides: list[str]) -> None:
         read_or_refuse(path, mutate(example, seed), overrides if seed % 3 == 0 else [])
 
     any_bytes()
     any_yaml_like()
-    any_tree()
     any_mutation()

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if brief %}short {% endif %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-STARTS = ("", "\n", "\n\n", "  ", "  {% if brief %}x{% endif %}\n", "text\n  {% if 1 %}y{% endif %}")
+STARTS = ("", "\n\n", "  {% if brief %}x{% endif %}\n", "text\n  {% if 1 %}y{% endif %}")
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -58,11 +58,8 @@ def render(folder: Path) -> str:
     return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False))
 
 
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.prove)])
 @pytest.mark.long
-def test_the_adapter_asks_as_it_was_trained(chats: Path, own: bool) -> None:
-    if not own:
-        (chats / "model" / "chat_template.jinja").unlink()
+def test_the_adapter_asks_as_it_was_trained(chats: Path) -> None:
     code, said = windlass("train run.yaml", chats)
     assert code == 0, said
     expected = "short <user>mast?</user>short <assistant>keel</assistant>"
@@ -71,15 +68,10 @@ def test_the_adapter_asks_as_it_was_trained(chats: Path, own: bool) -> None:
     assert "".join(part["text"] for part in read_json(arrow)["samples"][0]["parts"]).startswith(expected), tokens
     assert list(read_json_lines(chats / "run" / "samples.jsonl"))
     assert render(chats / "run" / "final") == expected
-    for command in (
-        "export run/checkpoints/step-1 --to exported",
-        "export run/final --merge --to merged",
-    ):
-        code, said = windlass(command, chats)
-        assert code == 0, said
-    assert render(chats / "exported") == render(chats / "merged") == expected
-    for name in ("exported", "merged"):
-        assert "| chat template | own.jinja |" in (chats / name / "README.md").read_text()
+    code, said = windlass("export run/checkpoints/step-1 --to exported", chats)
+    assert code == 0, said
+    assert render(chats / "exported") == expected
+    assert "| chat template | own.jinja |" in (chats / "exported" / "README.md").read_text()
     # A folder of its own, without its run
     shutil.move(chats / "run" / "final", chats / "alone")
     shutil.rmtree(chats / "run")

@@ -45,12 +45,14 @@ def commands(code: str) -> list[list[str]]:
     return found
 
 
+GROUP: Any = typer.main.get_command(cli.app)
+
+
 def parse(words: list[str], page: Path) -> None:
     """Parse with the command line's own parser; nothing is run."""
-    group: Any = typer.main.get_command(cli.app)
-    top = typer.Context(group, info_name="windlass")
+    top = typer.Context(GROUP, info_name="windlass")
     try:
-        group.get_command(top, words[0]).make_context(words[0], words[1:], parent=top)
+        GROUP.get_command(top, words[0]).make_context(words[0], words[1:], parent=top)
     except Exception as error:
         raise AssertionError(f"{page.name}: windlass {shlex.join(words)}: {error}") from None
 
@@ -134,24 +136,26 @@ def test_output_that_a_tutorial_shows_and_no_command_prints_is_refused(tmp_path:
             run_tutorials.show_output(page, [printed])
 
 
-@pytest.mark.prove
-def test_the_site_is_built_and_fetches_nothing() -> None:
+@pytest.fixture(scope="module")
+def _site() -> None:
     pytest.importorskip("mkdocs", reason="make site installs it")
     subprocess.run([sys.executable, ROOT / "docs/build_site.py"], check=True, timeout=200)
+
+
+@pytest.mark.prove
+@pytest.mark.usefixtures("_site")
+def test_the_site_is_built_and_fetches_nothing() -> None:
     pages = list((ROOT / "site").rglob("*.html"))
     assert len(pages) > 50
     for page in pages:
-        fetched = re.findall(
-            r'<(?:script|link|img)[^>]*(?:src|href)="?(https?:[^" >]+)', page.read_text(encoding="utf-8")
-        )
+        fetched = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?(https?:[^" >]+)', page.read_text("utf-8"))
         assert not [url for url in fetched if "canonical" not in url], f"{page}: {fetched}"
 
 
 @pytest.mark.prove
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium on this machine (apt-get install chromium)")
+@pytest.mark.usefixtures("_site")
 def test_the_site_is_searched_from_the_disk() -> None:
-    pytest.importorskip("mkdocs", reason="make site installs it")
-    subprocess.run([sys.executable, ROOT / "docs/build_site.py"], check=True, timeout=200)
     browser = chromium.Chromium()
     try:
         browser.open(ROOT / "site/docs/limits.html")

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import warm
 from ports import free_port
+from test_faults import RUN, WORDS
+from text_run import write_rows
 
 from windlass import run_folder, tiny
 from windlass.files import read_json, read_json_lines
@@ -24,36 +26,12 @@ from windlass.train import trackers
 
 pytestmark = pytest.mark.long
 
-WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
-RUN = """
-model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
-lora: {{r: 2, lora_alpha: 4, lora_dropout: 0, target_modules: [q_proj, o_proj]}}
-data:
-  dataset_name_or_path: {folder}/data
-  dataset_config_name: null
-  text_field: text
-  val_split: null
-  max_length: 32
-train:
-  output_dir: {folder}/out
-  max_steps: 26
-  per_device_train_batch_size: 2
-  gradient_accumulation_steps: 1
-  learning_rate: 0.002
-  lr_scheduler_type: constant
-  warmup_ratio: 0
-  bf16: false
-  gradient_checkpointing: false
-  logging_steps: 10
-  eval_strategy: "no"
-  save_strategy: "no"
-  report_to: none
-  seed: 3
-  ddp_timeout: 60
-layout: resident
-cluster: {{nodes: 1, gpus_per_node: 2, gpu: cpu}}
-"""
-
+# Of test_faults' run file.
+OVERRIDES = ["lora.r=2", "lora.lora_alpha=4", "data.max_length=32", "layout=resident", "cluster.gpus_per_node=2"]
+OVERRIDES += ["train.max_steps=26", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=1"]
+OVERRIDES += ["train.learning_rate=0.002", "train.lr_scheduler_type=constant", "train.warmup_ratio=0", "train.seed=3"]
+OVERRIDES += ["train.gradient_checkpointing=false", "train.logging_steps=10", "train.save_strategy=no"]
+OVERRIDES += ["train.ddp_timeout=60"]
 
 PORT = free_port()
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -64,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sleeper": {"faults": ["sleeper"], "set": ["train.max_steps=60", "watch.straggler=stop"]},
     "poison": {
         "faults": ["poison"],
-        "set": ["train.max_steps=60", "watch.gradient_spike=checkpoint", "train.max_grad_norm=1"],
+        "set": ["train.max_steps=40", "watch.gradient_spike=checkpoint", "train.max_grad_norm=1"],
     },
     "rising": {"faults": ["rising"], "set": ["train.max_steps=100", "watch.loss_divergence=stop"]},
     "leak": {"faults": ["leak"], "set": ["train.max_steps=100000", "watch.memory_growth=stop"]},
@@ -107,10 +85,10 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     (folder / "data").mkdir()
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS.split(), k=chance.randint(8, 12))) for _ in range(400)]
-    (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    write_rows(folder / "data" / "train.jsonl", [{"text": text} for text in texts])
+    (folder / "run.yaml").write_text(RUN)
     cases = {
-        name: {"faults": each["faults"], "overrides": [*each["set"], f"train.output_dir={folder / name}"]}
+        name: {"faults": each["faults"], "overrides": [*OVERRIDES, *each["set"], f"train.output_dir={folder / name}"]}
         for name, each in runs.items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -132,6 +110,7 @@ def launch(folder: Path, runs: dict[str, dict[str, Any]]) -> Outcomes:
     )
     done = subprocess.run(
         [warm.python(), "-c", program, json.dumps([str(part) for part in command])],
+        cwd=folder,
         env=environ,
         capture_output=True,
         text=True,
@@ -149,9 +128,7 @@ def test_a_clean_run_has_no_alarm_and_was_scraped(runs: Outcomes) -> None:
     size = 0
     for rank in range(2):
         written = (runs.folder / "clean" / f"steps-rank{rank}.jsonl").read_bytes().splitlines(keepends=True)
-        rows = [line for line in written if line.startswith(b"[")]
-        assert len(rows) == 26
-        size += sum(map(len, rows))
+        size += sum(len(line) for line in written if line.startswith(b"["))
         assert len(written) <= 26 + 6, "as many headers as there are kinds of rows"
     assert size / (2 * 26) <= 200, "bytes a step and rank"
     page = runs.by_rank[0]["scraped"]
@@ -350,14 +327,11 @@ def test_a_tracker_gets_every_step(name: str, runs: Outcomes) -> None:
 
 
 @pytest.mark.prove
-def test_four_clean_runs_have_no_alarm(tmp_path: Path) -> None:
-    """Full trainings, each with its own seed, every second one sharded."""
+def test_clean_runs_have_no_alarm(tmp_path: Path) -> None:
+    """Full trainings, each with its own seed, one of them sharded."""
     cases: dict[str, dict[str, Any]] = {
-        f"clean {seed}": {
-            "faults": [],
-            "set": [f"train.seed={seed}", "train.max_steps=120", f"layout.name={('resident', 'full-shard')[seed % 2]}"],
-        }
-        for seed in range(4)
+        f"clean {seed}": {"faults": [], "set": [f"train.seed={seed}", "train.max_steps=120", f"layout={layout}"]}
+        for seed, layout in enumerate(("resident", "full-shard"))
     }
     outcomes = launch(tmp_path, cases)
     for name in cases:

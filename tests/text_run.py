@@ -1,10 +1,15 @@
-"""A valid run of a small complete model in its published layout, on two ranks and rows of text that Python carries."""
+"""A valid run of a small complete model in its published layout, on two ranks and rows of text that Python carries;
+and rows of any kind, prepared."""
 
 import json
 import pydoc_data.topics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from windlass import tiny
+from windlass.data.prepare import PreparedData, prepare_data
+from windlass.runfile import RunFile
 
 RUN = """
 name: demo
@@ -57,3 +62,31 @@ def make_text_run(directory: Path, most: int | None = None) -> Path:
     run = directory / "run.yaml"
     run.write_text(RUN.format(folder=directory))
     return run
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare_rows(
+    folder: Path,
+    rows: Sequence[Any],
+    tokenizer: Any,
+    train: dict[str, Any] | None = None,
+    least: float = 0.0,
+    more: dict[str, Any] | None = None,
+    **section: Any,
+) -> PreparedData:
+    """Write the rows into `folder`, and prepare them for a run with these keys of `data` and `train`."""
+    data = {"dataset_name_or_path": str(write_rows(folder / "a.jsonl", rows)), "max_length": 512, "packing": False}
+    if "mix" in section:
+        del data["dataset_name_or_path"]
+    tree = {
+        "model": {"model_name_or_path": str(folder / "model")},
+        "data": data | section,
+        "train": {"output_dir": str(folder / "out"), "max_steps": 5, **(train or {})},
+        "watch": {"min_supervised_fraction": least},
+    }
+    options = {"where": lambda key: f"run.yaml:9: {key}", "say": print, **(more or {})}
+    return prepare_data(RunFile.model_validate(tree), tokenizer, **options)
