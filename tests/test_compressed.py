@@ -131,35 +131,8 @@ def test_values_are_those_that_the_library_gave(root: Path, tmp_path: Path, sche
 
 
 @pytest.mark.parametrize("scheme", tiny.COMPRESSED)
-def test_values_equal_the_installed_librarys(root: Path, scheme: str) -> None:
-    why = "compressed-tensors is not installed: pip install it"
-    compressors = pytest.importorskip("compressed_tensors.compressors.base", reason=why)
-    quantization = pytest.importorskip("compressed_tensors.quantization", reason=why)
-    form, weights = tiny.COMPRESSED[scheme]
-    theirs = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**weights))
-    library = compressors.BaseCompressor.get_value_from_registry(form)
-    stored = load_file(root / scheme / "model.safetensors")
-    ours = values_of(root / scheme, torch.bfloat16, base_dtype(scheme))
-    names = {key.removesuffix("_scale") for key in stored if key.endswith(".weight_scale")}
-    assert len(names) == 14
-    for name in names:
-        parts = {key.removeprefix(name.removesuffix("weight")): stored[key] for key in stored if key.startswith(name)}
-        assert torch.equal(ours[name], library.decompress(parts, theirs)["weight"].bfloat16()), name
-
-
-@pytest.mark.parametrize(
-    ("scheme", "dtype"),
-    [
-        *((scheme, torch.float32) for scheme in tiny.COMPRESSED),
-        *((scheme, torch.bfloat16) for scheme in ("fp8-channel", "uint4")),
-        *(
-            pytest.param(scheme, torch.bfloat16, marks=pytest.mark.long)
-            for scheme in tiny.COMPRESSED
-            if scheme not in ("fp8-channel", "uint4")
-        ),
-    ],
-)
-def test_codes_and_decoded_weights_compute_the_same(root: Path, scheme: str, dtype: torch.dtype) -> None:
+def test_codes_and_decoded_weights_compute_the_same(root: Path, scheme: str) -> None:
+    dtype = torch.bfloat16 if scheme == "fp8-channel" else torch.float32
     assert published_dtype(read_base(root / scheme)) == base_dtype(scheme)
     models = {how: load(root / scheme, dtype, how) for how in (base_dtype(scheme), "bf16")}
     kept, decoded = (read_values(model, dtype, how) for how, model in models.items())
@@ -194,12 +167,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config_groups": {"group_0": {**OF_NVFP4, "format": "mxfp6-pack-quantized"}}},
         "unsupported scheme: mxfp6-pack-quantized, float of 4 bits by tensor_group",
     ),
-    "8 bits in words": (group(num_bits=8), "unsupported scheme: pack-quantized, int of 8 bits by group"),
     "zero points of floats": (
         {"config_groups": {"group_0": {**OF_FP8, "weights": {**OF_FP8["weights"], "symmetric": False}}}},
         "float of 8 bits by channel, with zero points",
     ),
-    "reordered columns": (group(actorder="group"), "actorder: group, whose columns are in another order"),
     "columns reordered while served": (
         group(actorder="dynamic"),
         "actorder: group, whose columns are in another order",
@@ -208,9 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config_groups": {"group_0": OF_NVFP4, "group_1": OF_FP8}},
         "weights of several schemes: group_0 is nvfp4-pack-quantized, float of 4 bits by tensor_group; group_1 is",
     ),
-    "no scheme": ({"config_groups": {}}, "config_groups is missing"),
     "a preset's name": ({"config_groups": {"NVFP4": ["Linear"]}}, "its weights' scheme can't be read: ['Linear']"),
-    "a block without sides": (group(strategy="block"), "its weights' scheme can't be read"),
     "sparse weights": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights ('sparse-24-bitmask')"),
     "rotated weights": ({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "rotated weights"),
 }
@@ -245,7 +214,7 @@ def test_schemes_that_are_the_same_in_several_groups_are_read(root: Path, tmp_pa
 )
 @pytest.mark.parametrize(
     ("scheme", "end"),
-    [("fp8-channel", "_scale"), ("nvfp4", "_global_scale"), ("int4", "_scale"), ("uint4", "_zero_point")],
+    [("fp8-channel", "_scale"), ("uint4", "_zero_point")],
 )
 def test_a_missing_scale_is_named(root: Path, tmp_path: Path, scheme: str, end: str) -> None:
     folder = changed(root, tmp_path, scheme, lambda stored: stored.pop(f"{K_PROJ}{end}"))
@@ -343,7 +312,7 @@ def test_nvfp4_in_mistrals_own_layout_is_read(tmp_path: Path) -> None:
 
 # PEFT still uses names of transformers that its next major version drops.
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize("layout", [pytest.param("theirs", marks=pytest.mark.long), "both", "native", "ignored"])
+@pytest.mark.parametrize("layout", ["both", "native", "ignored"])
 def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
