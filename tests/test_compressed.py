@@ -146,15 +146,6 @@ def test_codes_and_decoded_weights_compute_the_same(root: Path, scheme: str) -> 
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
-def test_any_part_of_rows_with_zero_points_decodes_alike(root: Path) -> None:
-    model, _ = load_base(read_base(root / "uint4"), replace(ALONE, base_dtype="uint4"), dtype=torch.float32)
-    weight = list_quantized_params(model)[K_PROJ]
-    codes, behind = weight.format.parts(list_unique_tensors(model)[K_PROJ].detach(), weight.scale)
-    full = dequantize(codes, behind, weight.format, torch.float32)
-    part = dequantize(codes[3:9, 5:21], behind, weight.format, torch.float32, (3, 10))
-    assert torch.equal(part, full[3:9, 10:42])
-
-
 def group(**weights: Any) -> dict[str, Any]:
     form, usual = tiny.COMPRESSED["int4"]
     return {"config_groups": {"group_0": {"targets": ["Linear"], "format": form, "weights": {**usual, **weights}}}}
@@ -312,7 +303,7 @@ def test_nvfp4_in_mistrals_own_layout_is_read(tmp_path: Path) -> None:
 
 # PEFT still uses names of transformers that its next major version drops.
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize("layout", ["both", "native", "ignored"])
+@pytest.mark.parametrize("layout", ["native", "ignored"])
 def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,10 +311,6 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     what vLLM opens."""
     write_native(tmp_path / "theirs", tmp_path / "native", tiny.make_compressed_config("nvfp4"))
     base = tmp_path / layout
-    if layout == "both":
-        shutil.copytree(tmp_path / "theirs", base)
-        for file in ("params.json", "consolidated-00001-of-00001.safetensors"):
-            shutil.copy(tmp_path / "native" / file, base)
     targets: dict[str, Any] = {"target_modules": ["o_proj"]}
     if layout == "ignored":  # experts of a layer in 16 bits, and no adapter on them
         ignore_experts(tmp_path / "theirs", base)
@@ -348,7 +335,7 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     assert not {name for name in names if re.search("packed|scale", name)}
     fused = {name for name in names if name.endswith("mlp.experts.gate_up_proj")}
     single = {name for name in names if re.search(r"^layers.*experts\.0\.w1\.weight$", name)}
-    assert (bool(fused), bool(single)) == (layout != "native", layout in ("both", "native"))
+    assert (bool(fused), bool(single)) == (layout != "native", layout == "native")
     assert "quantization" not in json.loads((to / "config.json").read_text())
     assert "quantization_config" not in json.loads((to / "config.json").read_text())
 

@@ -15,9 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
-from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
-from transformers.models.olmo2 import modeling_olmo2
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
@@ -322,20 +320,6 @@ def test_experts_of_what_both_answers_of_a_pair_begin_with_are_excused() -> None
     steps.liveness.before_update(1e-3)
 
 
-def test_gradient_checkpointing_adds_up_the_same_tokens() -> None:
-    pulls = []
-    for checkpointing in (False, True):
-        model = adapted(experts=2)
-        if checkpointing:
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        steps = Steps(model)
-        model(**batch()).loss.backward()
-        pulls.append({name: pull.tolist() for name, pull in steps.liveness.tokens.pulls.items()})
-    assert pulls[0] == pulls[1]
-    assert sum(sum(sizes) for _, sizes in pulls[0].values()) > 0
-
-
 # --- the same on all ranks (on several: load_ranks.py) ---
 
 
@@ -485,27 +469,6 @@ def test_cached_casts_of_adapters_are_never_stale() -> None:
             for parameter in trained(model).values():
                 parameter.data = parameter.data * 1.5  # new memory, and no version that counts it
             assert apart(logits(), cast_once) > 0.01
-
-
-def test_unsupported_norms_and_rotations_are_not_fused() -> None:
-    class OnePlus(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.rms_norm(x, (8,), 1 + self.weight, self.eps)
-
-    here = torch.device("cpu")
-    assert family_layers.fuse_norm(OnePlus(), here) is None
-    assert not family_layers.check_rotation(
-        lambda q, k, cos, sin: (q * cos, k * sin), family_layers.rotate_halves, here
-    )
-    assert not family_layers.check_rotation(None, family_layers.rotate_halves, here)
-    rotate = modeling_olmo2.apply_rotary_pos_emb  # back into the queries' dtype, beside positions in float32
-    assert not family_layers.check_rotation(rotate, family_layers.rotate_halves, here)
-    rotate = modeling_minimax_m2.apply_rotary_pos_emb
-    assert family_layers.check_rotation(rotate, family_layers.rotate_halves, here)
 
 
 @pytest.mark.parametrize("graded", [True, False])

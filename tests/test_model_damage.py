@@ -18,7 +18,6 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.model.config import describe
-from windlass.model.files import read_header
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD, ONES = "model-00001-of-00003.safetensors", torch.ones
@@ -237,7 +236,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=6,
 )
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
@@ -253,30 +252,6 @@ def test_random_configs_are_refused_or_described(originals: dict[str, Path], dat
     except UserError as error:
         places = [problem.where for problem in error.problems]
     assert all(place.startswith(CONFIG) for place in places)
-
-
-@QUICK
-@given(data=st.data(), entries=st.dictionaries(st.text(max_size=6), JSON, max_size=4), body=st.binary(max_size=40))
-def test_random_headers_are_refused_or_read(
-    originals: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-    entries: dict[str, Any],
-    body: bytes,
-) -> None:
-    changed = bytearray((originals["mixtral"] / FILE).read_bytes()[:600])
-    for _ in range(data.draw(st.integers(1, 6))):
-        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    table = json.dumps(entries).encode()
-    for content in (changed[: data.draw(st.integers(0, 600))], struct.pack("<Q", len(table)) + table + body):
-        file = tmp_path_factory.getbasetemp() / "any.safetensors"
-        file.write_bytes(content)
-        place = str(file)
-        try:
-            assert all(8 <= each.start <= each.end <= len(content) for each in read_header(file).values())
-        except UserError as error:
-            place = error.problems[0].where
-        assert place == str(file)
 
 
 def test_folder_with_only_config_json_is_planned(originals: dict[str, Path], tmp_path: Path) -> None:

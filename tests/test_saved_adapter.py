@@ -104,7 +104,13 @@ def test_keys_that_agree_with_the_adapter_are_accepted(save: Save, continued: Co
     ("keys", "place"),
     [
         ({"r": 16}, "lora.r"),
+        ({"lora_alpha": 16}, "lora.lora_alpha"),
+        ({"use_rslora": True}, "lora.use_rslora"),
+        ({"use_dora": True}, "lora.use_dora"),
         ({"bias": "lora_only"}, "lora.bias"),
+        ({"modules_to_save": ["embed_tokens"]}, "lora.modules_to_save"),
+        ({"target_modules": ["o_proj"]}, "lora.target_modules"),
+        ({"alpha_pattern": {"o_proj": 2}}, "lora.alpha_pattern"),
         ({"target_modules": "all-linear"}, "lora.target_modules"),
         ({"rank_pattern": {"o_proj": 2}}, "lora.rank_pattern"),
         ({"layers_to_transform": [0]}, "lora.layers_to_transform"),

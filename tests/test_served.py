@@ -11,11 +11,10 @@ import pytest
 import torch
 from refusals import refused
 from safetensors.torch import load_file
-from test_export import MLA, peft_model, plain_model, silent
+from test_export import MLA, export, peft_model, plain_model, silent
 from torch import Tensor
 
 from windlass import cli, tiny
-from windlass.export import export
 from windlass.init import draft_run
 from windlass.plan import make_plan
 from windlass.runfile import read_run_file
@@ -216,7 +215,7 @@ def test_a_template_that_is_not_the_bases_is_given_to_the_server(tmp_path: Path)
     for text, option in (("{{ bos_token }}{{ messages }}", ""), ("{{ messages }}", "--chat-")):
         record = {"chat_template": {"source": "its own", "text": text}}
         (adapter / "base_model.json").write_text(json.dumps(record))
-        export(adapter, tmp_path / f"out{option}", server="vllm", probes=False, say=silent)
+        export(adapter, tmp_path / f"out{option}", server="vllm", say=silent)
         (command,) = re.findall(r"vllm serve .*", (tmp_path / f"out{option}" / "README.md").read_text())
         assert command.endswith(option + "template chat_template.jinja" if option else "adapter=.")
 

@@ -44,6 +44,7 @@ from windlass.train.kernels.products import as_served, grouped_linear
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
+from windlass.train.probe import write_probe
 from windlass.weights.same_base import describe_base, digest_files
 
 pytestmark = [
@@ -269,26 +270,32 @@ class Exported:
         return adapted_model(self.base, to)
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """An export of a run on chats, of a mixture with adapters on attention and experts."""
-    folder = tmp_path_factory.mktemp("mixture")
-    base = tiny.write_model(folder / "base", "mixtral", dtype="float32")
-    words = ["anchor", "bark", "cable", "deck", "eddy", "fathom", "galley", "hull"]
-    with (folder / "rows.jsonl").open("w") as file:
-        for n in range(60):
-            asked, answer = (" ".join(words[(n * k + start) % 8] for k in range(1, 10)) for start in (0, 3))
-            turns = [{"role": "user", "content": f"{n} {asked}"}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+def export_a_run(folder: Path, family: str, chats: list[Any], adapter: dict[str, Any], **data: Any) -> Exported:
+    """Return an export of a run on chats, whose adapter is random."""
+    base = tiny.write_model(folder / "base", family, dtype="float32")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "run.yaml").write_text(RUN.format(base=base, rows=folder / "rows.jsonl", folder=folder / "run"))
-    run = make_plan(read_run_file(folder / "run.yaml")).run
+    given = [f"data.{key}={value}" for key, value in data.items()]
+    run = make_plan(read_run_file(folder / "run.yaml", given)).run
     tokenizer = AutoTokenizer.from_pretrained(base)
     prepare_data(run, tokenizer, say=lambda _: None)
     write_json(folder / "run" / "manifest.json", {"run": record_run(run)})
-    stacks = ["experts.gate_up_proj", "experts.down_proj"]
-    write_adapter(base, folder / "run" / "final", target_modules=["q_proj", "v_proj"], target_parameters=stacks)
+    write_adapter(base, folder / "run" / "final", **adapter)
     export(folder / "run", folder / "out", base=str(base), say=lambda _: None)
     return Exported(base, folder / "run" / "final", folder / "out", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """An export of a run on chats, of a mixture with adapters on attention and experts."""
+    words = ["anchor", "bark", "cable", "deck", "eddy", "fathom", "galley", "hull"]
+    chats = []
+    for n in range(60):
+        asked, answer = (" ".join(words[(n * k + start) % 8] for k in range(1, 10)) for start in (0, 3))
+        chats.append([{"role": "user", "content": f"{n} {asked}"}, {"role": "assistant", "content": answer}])
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = {"target_modules": ["q_proj", "v_proj"], "target_parameters": stacks}
+    return export_a_run(tmp_path_factory.mktemp("mixture"), "mixtral", chats, adapter)
 
 
 def make_dense(folder: Path, std: float = 0.6, **options: Any) -> Exported:
@@ -458,22 +465,11 @@ def test_what_a_server_makes_of_decoded_tokens(options: dict[str, Any], mixture:
 
 
 def test_chats_that_became_several_rows_are_compared_by_their_beginnings(tmp_path: Path) -> None:
-    base = tiny.write_model(tmp_path / "base", "llama", dtype="float32")
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for n in range(20):
-            turns = [{"role": role, "content": f"{role} {n} {k}"} for k in range(3) for role in ("user", "assistant")]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    text = RUN.format(base=base, rows=tmp_path / "rows.jsonl", folder=tmp_path / "run")
-    (tmp_path / "run.yaml").write_text(text.replace("max_length", "turns: each, max_length"))
-    run = make_plan(read_run_file(tmp_path / "run.yaml")).run
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    prepare_data(run, tokenizer, say=lambda _: None)
-    write_json(tmp_path / "run" / "manifest.json", {"run": record_run(run)})
-    write_adapter(base, tmp_path / "run" / "final", target_modules=["q_proj"])
-    export(tmp_path / "run", tmp_path / "out", base=str(base), say=lambda _: None)
+    turns = [(role, k) for k in range(3) for role in ("user", "assistant")]
+    rows = [[{"role": role, "content": f"{role} {n} {k}"} for role, k in turns] for n in range(20)]
+    exported = export_a_run(tmp_path, "llama", rows, {"target_modules": ["q_proj"]}, turns="each")
     chats = [row["chat"] for row in read_json(tmp_path / "out" / PROBE)["rows"] if "chat" in row]
     assert {len(chat["messages"]) for chat in chats} >= {2, 4}
-    exported = Exported(base, tmp_path / "run" / "final", tmp_path / "out", tokenizer)
     result = exported.stub().verify(exported.folder)
     assert result.passed
     assert f"chat template: {len(chats)} of {len(chats)}" in result.notes[1]
@@ -739,21 +735,13 @@ def test_a_merged_model_has_the_same_probe(mixture: Exported, tmp_path: Path) ->
         stub.verify(tmp_path / "merged")
 
 
-def train(folder: Path) -> str:
-    """Train in this folder, on two ranks; return what is printed."""
-    command = [warm.python(), "-m", "windlass", "train", "run.yaml"]
-    done = subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.mark.long
-def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(mixture: Exported, tmp_path: Path) -> None:
-    rows = mixture.folder.parent / "rows.jsonl"
-    text = RUN.format(base=mixture.base, rows=rows, folder="run").replace("{gpu: cpu}", "{gpu: cpu, gpus_per_node: 2}")
-    (tmp_path / "run.yaml").write_text(text.replace("v_proj]", "v_proj], modules_to_save: [lm_head]"))
-    assert "probe     none: weights of the base were trained" in train(tmp_path)
-    assert not (tmp_path / "run" / PROBE).exists()
+@pytest.mark.parametrize("more", ["lora.bias=all", "lora.modules_to_save=[lm_head]"])
+def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(more: str, mixture: Exported) -> None:
+    plan = make_plan(read_run_file(mixture.folder.parent / "run.yaml", [more]))
+    lines: list[str] = []
+    nothing: Any = None
+    write_probe(plan, nothing, nothing, nothing, lines.append)
+    assert lines[0] == "probe     none: weights of the base were trained, and the ranks have no others to compare with"
 
 
 @pytest.mark.long
@@ -765,7 +753,9 @@ def test_two_ranks_write_the_probe_that_one_process_computes(mixture: Exported, 
     text = text.replace("max_steps: 1", "max_steps: 3, learning_rate: 0.05, bf16: false, eval_steps: 3, save_steps: 3")
     text = text.replace("{gpu: cpu}", "{gpu: cpu, gpus_per_node: 2}")
     (tmp_path / "run.yaml").write_text(f"{text}layout: {{name: expert-parallel, expert_parallel: 2}}\n")
-    train(tmp_path)
+    command = [warm.python(), "-m", "windlass", "train", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
     by_ranks = read_json(tmp_path / "run" / PROBE)
     lines: list[str] = []
     export(tmp_path / "run", tmp_path / "taken", base=str(mixture.base), say=lines.append)
