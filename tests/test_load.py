@@ -159,12 +159,7 @@ SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = 
     "a scale of zero": ("nv", f"{NV}_scale", erase, f"{NV}_packed' contains codes that are not zero"),
     "an infinite scale": ("words", f"{ODD}_scale", lambda old: old / 0, f"{ODD}_scale' contains scales that are not"),
     "a shifted scale below zero": ("shifted", f"{ODD}_scale", negate, f"{ODD}_scale' contains scales below zero"),
-    "a nested scale below zero": (
-        "bnb",
-        f"{ODD}.nested_absmax",
-        torch.neg,
-        f"{ODD}.nested_absmax' contains scales below",
-    ),
+    "nested below zero": ("bnb", f"{ODD}.nested_absmax", torch.neg, f"{ODD}.nested_absmax' contains scales below"),
     "rows cut": ("oss", f"{STACK}_blocks", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
     "a factor of zero": ("nv", f"{NV}_global_scale", lambda old: old * 0, "scales that are not finite numbers"),
     "zeros cut": ("shifted", f"{ODD}_zero_point", lambda old: old[1:].clone(), "weights in 4 bits that do not fit"),
@@ -213,21 +208,18 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
     return change
 
 
+HELD, LONE = "layers.0.mlp.experts.down_proj", "layers.0.self_attn.o_proj.weight"
+
+
 @IN_BOTH
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' contains values that are not finite"),
-        (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
-        (
-            odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3),
-            "down_proj_scale_inv' contains scales below",
-        ),
-        (
-            odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan),
-            "o_proj.weight_scale_inv' contains scales that",
-        ),
-        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' contains codes that are not zero"),
+        (odd(HELD, (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
+        (odd(f"{HELD}_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' contains scales below"),
+        (odd(f"{LONE}_scale_inv", (), math.nan), "o_proj.weight_scale_inv' contains scales that"),
+        (odd(f"{HELD}_scale_inv", (3, 0, 0), 0), "down_proj' contains codes that are not zero"),
     ],
     ids=["NaN", "NaN code", "negative scale", "NaN scale", "zero scale"],
 )

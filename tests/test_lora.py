@@ -373,6 +373,17 @@ def test_tokens_of_a_step_are_counted_exactly(tokens: int) -> None:
     assert (found.non_finite, found.figures) == ([0, 512, 0], [256])
 
 
+def test_single_rank_norm_equals_torchs() -> None:
+    model = adapted()
+    model(**batch()).loss.backward()
+    replicas, gradients = ReplicaGroups(model), [p.grad for p in trained(model).values() if p.grad is not None]
+    before = [gradient.clone() for gradient in gradients]
+    sums = torch.tensor([3.0])
+    assert replicas.reduce(sums) is sums
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients, strict=True))
+    assert replicas.norm() == torch.nn.utils.get_total_norm(before)
+
+
 # --- fewer kernels ---
 
 SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
