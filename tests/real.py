@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_train import Outcomes, launched
+from test_train import Outcomes, case, launched
 from torch import Tensor
 
 from windlass import tiny
@@ -130,6 +130,11 @@ def write_rows(folder: Path, count: int = 64, held_out: int = 8) -> None:
 
 
 # --- runs ---
+
+
+def of_four(world: int, **rest: Any) -> dict[str, Any]:
+    """Return a run of 4 rows a step."""
+    return case(world, **{"micro": 4 // world, **rest})
 
 
 def run_cases(folder: Path, model: Path, world: int, cases: dict[str, dict[str, Any]], name: str = "") -> Outcomes:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from test_export import peft_model, plain_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -316,14 +317,8 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
         ignore_experts(tmp_path / "theirs", base)
     else:
         targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
-    untouched = opened(base)
-    plain = {name: value.clone() for name, value in untouched.state_dict().items()}
-    model = get_peft_model(untouched, LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets))
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
+    plain = plain_model(base).state_dict()
+    model = peft_model(base, targets)
     model.save_pretrained(str(tmp_path / "adapter"))
 
     to = tmp_path / "merged"
@@ -339,8 +334,8 @@ def test_a_mistral_4_in_nvfp4_is_merged_into_16_bits(
     assert "quantization" not in json.loads((to / "config.json").read_text())
     assert "quantization_config" not in json.loads((to / "config.json").read_text())
 
-    truth = PeftModel.from_pretrained(opened(base), str(tmp_path / "adapter")).merge_and_unload().state_dict()
-    merged = opened(to).state_dict()
+    truth = PeftModel.from_pretrained(plain_model(base), str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    merged = plain_model(to).state_dict()
     assert merged.keys() == truth.keys()
     for name, value in truth.items():
         if torch.equal(value, plain[name]):
@@ -370,8 +365,3 @@ def ignore_experts(folder: Path, to: Path) -> None:
             rows, columns = packed.shape
             stored[key.removesuffix("_packed")] = torch.randn(rows, 2 * columns, dtype=torch.bfloat16) / 10
     save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
-
-
-def opened(folder: Path) -> torch.nn.Module:
-    model: torch.nn.Module = load_base(read_base(folder), ALONE, dtype=torch.float32)[0]
-    return model

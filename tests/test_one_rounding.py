@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from windlass.settings import FOUR_BITS
 from windlass.sweep import slices
@@ -189,6 +191,38 @@ def test_gradients_in_bfloat16_are_as_near_to_float32s_as_pefts() -> None:
     for true, theirs, found in zip(exact, by_peft, ours, strict=True):
         errors = [float((gradient.double() - true).norm() / true.norm()) for gradient in (found, theirs)]
         assert errors[0] < 1.05 * errors[1] < 0.02
+
+
+@pytest.mark.takes("PEFT imports its tuners when it first wraps a whole model")
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_a_small_adapter_changes_a_whole_models_answers() -> None:
+    """In bfloat16 as in float32; by PEFT most of it is lost on the way."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=3, **sizes)).eval()
+    model: Any = get_peft_model(base, LoraConfig(r=R, target_modules="all-linear", init_lora_weights=False))
+    ids = torch.randint(97, (8, 64))
+
+    @torch.no_grad()
+    def measure(precision: AbstractContextManager[Any]) -> Tensor:
+        with precision:
+            change: Tensor = model(ids).logits.double()
+            with model.disable_adapter():
+                change -= model(ids).logits.double()
+        return change
+
+    def share(of: Tensor) -> float:
+        return float((of * exact).sum() / exact.square().sum())
+
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(SMALL / 8 / parameter.std())
+    exact = measure(nullcontext())
+    by_peft = share(measure(torch.autocast("cpu", torch.bfloat16)))
+    Patches().patch_adapted_linears(model)
+    ours = share(measure(torch.autocast("cpu", torch.bfloat16)))
+    assert by_peft < 0.7
+    assert ours == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("rows", [[5, 0, 17, 3], [16, 16, 0, 0], [0, 0, 0, 1], [1, 30, 2, 33]])

@@ -12,7 +12,7 @@ import pytest
 import real
 import torch
 from peft import PeftModel
-from test_train import Outcomes, case
+from test_train import Outcomes
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,26 +57,21 @@ MIXTURE: dict[str, Any] = {
 }
 
 
-def of_four(world: int, **rest: Any) -> dict[str, Any]:
-    """Return a run of 4 rows a step."""
-    return case(world, **{"micro": 4 // world, **rest})
-
-
 ALONE = {
-    "alone": of_four(1),
-    "by TRL": of_four(1, plain=True),
-    "bf16": of_four(1, train__bf16=True, model__torch_dtype="bfloat16", **BRIEF),
-    "nf4": of_four(1, layout__base_dtype="nf4", **BRIEF),
-    "dpo": of_four(1, micro=2, **DPO),
-    "dpo by TRL": of_four(1, micro=2, plain=True, **DPO),
-    "mixture": of_four(1, **MIXTURE),
-    "mixture by TRL": of_four(1, plain=True, **MIXTURE),
+    "alone": real.of_four(1),
+    "by TRL": real.of_four(1, plain=True),
+    "bf16": real.of_four(1, train__bf16=True, model__torch_dtype="bfloat16", **BRIEF),
+    "nf4": real.of_four(1, layout__base_dtype="nf4", **BRIEF),
+    "dpo": real.of_four(1, micro=2, **DPO),
+    "dpo by TRL": real.of_four(1, micro=2, plain=True, **DPO),
+    "mixture": real.of_four(1, **MIXTURE),
+    "mixture by TRL": real.of_four(1, plain=True, **MIXTURE),
 }
 ON_TWO = {
-    "full-shard": of_four(2),
-    "full-shard, bf16": of_four(2, train__bf16=True, **BRIEF),
-    "resident, bf16": of_four(2, layout="resident", train__bf16=True, **BRIEF),
-    "mixture, expert-parallel": of_four(2, **SPLIT, **MIXTURE),
+    "full-shard": real.of_four(2),
+    "full-shard, bf16": real.of_four(2, train__bf16=True, **BRIEF),
+    "resident, bf16": real.of_four(2, layout="resident", train__bf16=True, **BRIEF),
+    "mixture, expert-parallel": real.of_four(2, **SPLIT, **MIXTURE),
 }
 
 
@@ -286,7 +281,7 @@ def test_pairs_after_a_brief_dpo_are_evaluated_as_in_float32(model: Path, tmp_pa
     """50 steps at 5e-6 in bfloat16 on two ranks, whose base is sharded: the evaluation's loss, margins and accuracy are
     those of transformers and PEFT in float32; the margins of the pass that is optimized carry its noise."""
     real.write_rows(tmp_path, count=50, held_out=24)
-    trained = real.run_cases(tmp_path, model, 2, {"dpo": of_four(2, micro=1, **BRIEF_DPO)}).folder / "dpo"
+    trained = real.run_cases(tmp_path, model, 2, {"dpo": real.of_four(2, micro=1, **BRIEF_DPO)}).folder / "dpo"
     found = [line for line in read_json_lines(trained / "events.jsonl") if line["kind"] == "eval"][-1]
     plan = make_plan(load_finished_run(trained, eval_data=None, ranks=1))
     loaded, _ = load_base(plan.base, plan.layout, **describe_precision(plan))

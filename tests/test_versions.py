@@ -16,7 +16,7 @@ import torch
 import transformers
 from peft import PeftModel
 from test_faults import windlass
-from test_train import Outcomes, case
+from test_train import Outcomes
 
 import windlass as package
 from windlass import tiny, versions
@@ -41,29 +41,24 @@ SPLIT: dict[str, Any] = {"layout": "expert-parallel", "layout__expert_parallel":
 ONLY_TRITON = {"windlass.weights.dequantize_kernel"}  # a module that needs triton, which CPUs' torch doesn't bring
 
 
-def of_four(world: int, **rest: Any) -> dict[str, Any]:
-    """Return a run of 4 rows a step."""
-    return case(world, **{"micro": 4 // world, **rest})
-
-
 ALONE = {
-    "alone": of_four(1),
-    "alone by TRL": of_four(1, plain=True),
-    "nf4": of_four(1, layout__base_dtype="nf4"),
-    **{dtype: of_four(1, **stored) for dtype, stored in STORED.items()},
-    **{f"{dtype} decoded": of_four(1, **{**stored, **DECODED}) for dtype, stored in STORED.items()},
-    "dpo": of_four(1, **DPO),
-    "dpo by TRL": of_four(1, plain=True, **DPO),
-    "experts": of_four(1, **EXPERTS),
-    "experts by TRL": of_four(1, plain=True, **EXPERTS),
+    "alone": real.of_four(1),
+    "alone by TRL": real.of_four(1, plain=True),
+    "nf4": real.of_four(1, layout__base_dtype="nf4"),
+    **{dtype: real.of_four(1, **stored) for dtype, stored in STORED.items()},
+    **{f"{dtype} decoded": real.of_four(1, **{**stored, **DECODED}) for dtype, stored in STORED.items()},
+    "dpo": real.of_four(1, **DPO),
+    "dpo by TRL": real.of_four(1, plain=True, **DPO),
+    "experts": real.of_four(1, **EXPERTS),
+    "experts by TRL": real.of_four(1, plain=True, **EXPERTS),
 }
 ON_TWO = {
-    "full-shard": of_four(2),
-    "stopped": of_four(2, faults=["stop 3"], **IN_TWO),
-    "resumed": of_four(2, resume=True, **IN_TWO),
-    "experts, full-shard": of_four(2, **EXPERTS),
-    "experts, expert-parallel": of_four(2, **SPLIT, **EXPERTS),
-    "fp8, full-shard": of_four(2, **STORED["fp8"]),
+    "full-shard": real.of_four(2),
+    "stopped": real.of_four(2, faults=["stop 3"], **IN_TWO),
+    "resumed": real.of_four(2, resume=True, **IN_TWO),
+    "experts, full-shard": real.of_four(2, **EXPERTS),
+    "experts, expert-parallel": real.of_four(2, **SPLIT, **EXPERTS),
+    "fp8, full-shard": real.of_four(2, **STORED["fp8"]),
 }
 NEEDS = {"experts, expert-parallel": "expert parallelism", "fp8, full-shard": "sharding of a quantized base"}
 HAVE = {"torch": torch.__version__, "transformers": transformers.__version__}
