@@ -189,12 +189,18 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
         r"scales that do not fit .* \(1\): .*down_proj_scale_inv is F32 \[7, 1, 1\] for F8_E4M3 \[8, 64, 32\]",
     ),
+    "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
     "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
 }  # fmt: skip
 SHARDED: dict[str, tuple[Damage, str]] = {
     "every shard is truncated": (cut, r"(?s)00001-of.*truncated.*00002-of.*truncated.*00003-of.*truncated"),
     "another folder": (mapped(lambda m: m.update({NORM: "../x.safetensors"})), r"not a file of this folder: \.\./x"),
     "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "1 of them are missing"),
+    "index of more": (mapped(lambda m: m.update({"more": SHARD})), rf"disagree .* \(1\): more in {SHARD}"),
+    "a tensor in two shards": (
+        lambda f: save_file(load_file(f / SHARD) | {NORM: ONES(64)}, f / SHARD),
+        rf"disagree .* \(1\): {NORM} in {SHARD}",
+    ),
     "index of less": (mapped(lambda m: m.pop(NORM)), rf"disagree .* \(1\): {NORM} in"),
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
 }  # fmt: skip

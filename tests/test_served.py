@@ -30,41 +30,19 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 RS = {"use_rslora": True, "rank_pattern": {"q_proj": 2}}
 PATTERNS = {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_proj": 3}}
 DENSE = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
+ROUTED = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+OWN = {"rank_pattern": {r"experts\.down_proj": 2}, "alpha_pattern": {r"experts\.down_proj": 4}}
+BY_EXPERT = "mlp.experts gate_proj down_proj up_proj"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "tokenizer": False}
 
 # Family, PEFT's config, server, and the names of an expert's gate, down and up matrix there.
 FORMS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "llama, rsLoRA and ranks": ("llama", {**DENSE, **RS}, "llama.cpp", ""),
     "qwen3_moe, patterns": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"], **PATTERNS}, "sglang", ""),
-    "mixtral": (
-        "mixtral",
-        {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-        "vllm",
-        "block_sparse_moe.experts w1 w2 w3",
-    ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {"target_modules": ["q_proj"], "target_parameters": EXPERTS, **RS},
-        "vllm",
-        "mlp.experts gate_proj down_proj up_proj",
-    ),
-    "qwen3_moe, one of two": (
-        "qwen3_moe",
-        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
-        "vllm",
-        "mlp.experts gate_proj down_proj up_proj",
-    ),
-    "one scale, two ranks": (
-        "mistral4",
-        {
-            "target_modules": ["q_b_proj"],
-            "target_parameters": EXPERTS,
-            "rank_pattern": {r"experts\.down_proj": 2},
-            "alpha_pattern": {r"experts\.down_proj": 4},
-        },
-        "vllm",
-        "mlp.experts gate_proj down_proj up_proj",
-    ),
+    "mixtral": ("mixtral", ROUTED, "vllm", "block_sparse_moe.experts w1 w2 w3"),
+    "qwen3_moe": ("qwen3_moe", {**ROUTED, **RS}, "vllm", BY_EXPERT),
+    "qwen3_moe, one of two": ("qwen3_moe", {**ROUTED, "target_parameters": EXPERTS[1:]}, "vllm", BY_EXPERT),
+    "one scale, two ranks": ("mistral4", {**ROUTED, "target_modules": ["q_b_proj"], **OWN}, "vllm", BY_EXPERT),
 }
 
 
@@ -127,7 +105,6 @@ def test_a_server_reads_the_adapters_change(name: str, tmp_path: Path) -> None:
     assert true.keys() <= seen
 
 
-ROUTED = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("mistral4", "vllm", {"target_modules": ["q_a_proj"]}, "vLLM refuses q_a_proj"),
     ("mistral4", "llama.cpp", {"target_modules": ["o_proj"]}, "llama.cpp crashes on attention"),

@@ -44,7 +44,7 @@ LATENT = {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "qk_
 TEKKEN = "lib/python3*/site-packages/mistral_common/data/tekken_240911.json"
 PROCESSOR = {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 28}}
 MISTRAL = {"target_modules": [*MLA, "down_proj"], "target_parameters": EXPERTS}
-# Base, PEFT's config, options of the export, options of the server, its environment.
+# Base, PEFT's config, options of the export, options of the server.
 ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"family": "llama", **HEADS}, DENSE),
     "llama, rsLoRA and patterns": (
@@ -53,34 +53,17 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3": ({"family": "qwen3", **HEADS}, DENSE),
 }
-MERGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[str, ...], dict[str, str]]] = {
-    "mixtral": (
-        {"family": "mixtral", **HEADS},
-        {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-        {},
-        (),
-        {},
-    ),
-    "qwen3_moe": (
-        {"family": "qwen3_moe", **HEADS, "config": {"head_dim": 64}},
-        {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-        {},
-        (),
-        {},
-    ),
-    "mistral4": (
-        {"family": "mistral4", "config": LATENT},
-        MISTRAL,
-        {"dtype": "bf16"},
-        ("--model-impl", "transformers"),
-        {"VLLM_MLA_DISABLE": "1"},
-    ),
+ROUTED = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+MISTRAL_4: dict[str, Any] = {"family": "mistral4", "config": LATENT}
+MERGED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "mixtral": ({"family": "mixtral", **HEADS}, ROUTED, {}, ()),
+    "qwen3_moe": ({"family": "qwen3_moe", **HEADS, "config": {"head_dim": 64}}, ROUTED, {}, ()),
+    "mistral4": (MISTRAL_4, MISTRAL, {"dtype": "bf16"}, ("--model-impl", "transformers")),
     "mistral4 in Mistral's own layout": (
-        {"family": "mistral4", "config": LATENT, "vocab": 131072, "tokenizer": False},
+        {**MISTRAL_4, "vocab": 131072, "tokenizer": False},
         MISTRAL,
         {"dtype": "bf16", "layout": "mistral"},
         (),
-        {"VLLM_MLA_DISABLE": "1"},
     ),
 }
 needs_vllm = pytest.mark.skipif(
@@ -236,7 +219,7 @@ def test_adapters_beside_their_base(name: str, tmp_path: Path) -> None:
 @needs_vllm
 @pytest.mark.parametrize("name", MERGED)
 def test_merged_models(name: str, tmp_path: Path) -> None:
-    base, config, options, served, environment = MERGED[name]
+    base, config, options, served = MERGED[name]
     tiny.write_model(tmp_path / "base", **{"dtype": "float32", **base})
     write_adapter(tmp_path, config)
     if "tokenizer" in base:
@@ -245,6 +228,7 @@ def test_merged_models(name: str, tmp_path: Path) -> None:
     elif base["family"] == "mistral4":  # published next to the weights, and wanted though no image is sent
         (tmp_path / "base" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     export(tmp_path / "adapter", tmp_path / "out", merge=True, say=print, **options)
+    environment = {"VLLM_MLA_DISABLE": "1"} if base["family"] == "mistral4" else {}
     with vllm(tmp_path / "out", *served, environment=environment) as url:
         code, result = verify(url, tmp_path / "out")
     assert (code, result["verdict"]) == (0, "applied"), result
