@@ -59,13 +59,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 # --- attached as planned ---
 
 
-def test_values_depend_only_on_the_seed() -> None:
-    torch.manual_seed(99)
-    one, other, third = adapted(), adapted(), adapted(seed=2)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), third.parameters(), strict=True))
-
-
 def test_an_adapter_that_is_not_the_plans_is_refused() -> None:
     model = base()
     plan = plan_of(model, (), PATTERNS)
@@ -371,17 +364,6 @@ def test_tokens_of_a_step_are_counted_exactly(tokens: int) -> None:
     assert int(found.tokens) == 512 * tokens
     assert (found.supervised, found.requested, found.not_compiled) == (7 * 512, 2 * 512, 0)
     assert (found.non_finite, found.figures) == ([0, 512, 0], [256])
-
-
-def test_single_rank_norm_equals_torchs() -> None:
-    model = adapted()
-    model(**batch()).loss.backward()
-    replicas, gradients = ReplicaGroups(model), [p.grad for p in trained(model).values() if p.grad is not None]
-    before = [gradient.clone() for gradient in gradients]
-    sums = torch.tensor([3.0])
-    assert replicas.reduce(sums) is sums
-    assert all(torch.equal(a, b) for a, b in zip(before, gradients, strict=True))
-    assert replicas.norm() == torch.nn.utils.get_total_norm(before)
 
 
 # --- fewer kernels ---
