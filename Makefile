@@ -55,10 +55,10 @@ PROVE_pairs := test_pairs test_preference_ranks test_keep
 PROVE_families := test_families test_cost_against_torch test_collectives test_load test_versions
 PROVE_hosts := test_launch_hosts test_launch_slurm test_launch_skypilot test_check_nodes test_self_test test_script_run test_watch_run
 PROVE_order := test_layout_order
-PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples test_verdicts
-PROVE_rehearsals := test_rehearse test_retinanet test_export test_verify
+PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
+PROVE_rehearsals := test_rehearse test_retinanet
 PROVE_pages := test_tutorials test_report_page test_support
-PROVE_real := test_real_model test_real_bfloat16 test_real_memory
+PROVE_real := test_real_model test_real_memory
 PROOFS := training rows sweeps pairs families hosts order inputs rehearsals pages real
 SHOWN := real
 ALONE := hosts order
@@ -89,7 +89,7 @@ $(VERSIONS)/%/.installed: pyproject.toml Makefile
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler
 	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA) LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=$(CUDA) \
-	  $(BIN)/pytest -m "" -p no:cacheprovider tests/test_on_cuda.py tests/test_as_on_a_gpu.py
+	  $(BIN)/pytest -m "" -p no:cacheprovider tests/test_on_cuda.py
 
 $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 	v=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])') && \

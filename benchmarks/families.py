@@ -52,7 +52,49 @@ COLUMNS = (
     *("opens in PEFT", "experts", "merge", "packing"),
 )
 NAMES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | tests.FAMILIES.keys())
-SETTINGS: dict[str, dict[str, Any]] = tests.FAMILIES | tests.MORE
+NOT_DROPPED = dict.fromkeys(("dropout", "attention_dropout", "residual_dropout", "activation_dropout"), 0.0)
+QWEN4 = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 64, "indexer_n_heads": 2}
+QWEN4 |= {
+    "eos_token_id": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+TOWER |= {"adapter_out_dim": 64}
+# What the tiny models of families have beside the shrunk defaults, that the tests don't try
+MORE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 5e5}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note": {
+        "vision_config": {**TOWER, "adapter_in_dim": 64, "mlp_layer_types": ["dense"], "per_layer_config": {}},
+        "audio_config": {**TOWER, "adapter_input_size": 64, "num_key_value_heads": 4},
+    },
+    "emu3": {
+        **NOT_DROPPED,
+        "vocabulary_map": {"<image>": 5, **{f"<|visual token {i:06}|>": 6 + i for i in range(64)}},
+        "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 32},
+    },
+    "gemma4": tests.WIDE,
+    "gemma4_assistant": {"text_config": NO_LAYER_INPUTS},
+    "gemma4_unified": tests.WIDE,
+    "gemma4_unified_text": tests.WIDE,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
+    "seed_oss": NOT_DROPPED,  # at random
+    "xglm": {**NOT_DROPPED, "d_model": 64, "ffn_dim": 128, "attention_heads": 4},
+}
+SETTINGS: dict[str, dict[str, Any]] = tests.FAMILIES | MORE
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MARK = "<!-- benchmarks/families.py -->"
 LIBRARIES = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "peft", "trl"))
@@ -172,7 +214,7 @@ def try_alone(name: str, results: Path) -> None:
         chance = random.Random(0)
         rows = [" ".join(chance.choices(runs.WORDS.split(), k=chance.randint(3, 12))) for _ in range(96)]
         (folder / "data" / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        (folder / "run.yaml").write_text(runs.RUN.format(folder=folder, steps=tests.STEPS))
+        (folder / "run.yaml").write_text(runs.RUN.format(folder=folder, steps=10))
         try_family(folder, name, lambda *pair: print(json.dumps(pair), file=file, flush=True))
 
 

@@ -4,13 +4,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
@@ -35,12 +32,10 @@ from windlass.errors import UserError
 from windlass.model.targets import Adapter, Target
 from windlass.runfile import Lora
 from windlass.train import lora
-from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.experts import experts
-from windlass.train.experts.exchange import sort_received
 from windlass.train.kernels import kept, on_cpu, products
 from windlass.train.patches import Patches
-from windlass.weights.expert_shards import ExpertShard, pack_experts, view_by_expert
+from windlass.weights.expert_shards import view_by_expert
 
 # PEFT and TRL still use names of transformers that its next major version drops.
 # PEFT does not look for rank_pattern among expert parameters when it warns, only when it applies it.
@@ -152,9 +147,16 @@ def same(found: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str
     assert max(worst.values()) < 1e-5, worst
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True])
-@pytest.mark.parametrize(("rows", "checkpointing"), [(2, False), (2, True), (64, False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "rows", "checkpointing", "as_on_gpu"),
+    [
+        ("mistral4", 2, False, False),
+        ("mixtral", 2, True, False),
+        ("qwen3_moe", 64, False, False),
+        ("mistral4", 2, True, True),
+        ("mixtral", 64, False, True),
+    ],
+)
 def test_values_and_gradients_equal_pefts(
     family: str, rows: int, checkpointing: bool, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,22 +233,6 @@ def test_taking_rows_by_expert_and_back_is_indexing_with_its_gradient(tokens: in
     torch.testing.assert_close(gradient, weights.double().view(tokens, top_k, 5).sum(1))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 4).flatmap(lambda own: st.lists(st.lists(st.integers(0, 5), min_size=own, max_size=own), min_size=1))
-)
-def test_rows_that_arrive_are_sorted_from_how_many_each_rank_sends(counts: list[tuple[int, ...]]) -> None:
-    edges = [[7, *(7 + sum(row[: i + 1]) for i in range(len(row)))] for row in counts]  # of the sender's rows
-    found = sort_received(edges, torch.device("cpu"))
-    ids = torch.tensor([expert for row in counts for expert, count in enumerate(row) for _ in range(count)]).long()
-    by_expert = experts.sort_rows(ids, len(counts[0]))
-    assert torch.equal(found.order, ids.argsort(stable=True))
-    for one in (found, by_expert):
-        assert torch.equal(one.order[one.back], torch.arange(len(ids)))
-        assert torch.equal(one.groups, ids.sort().values)
-        assert one.edges.tolist() == [0, *ids.bincount(minlength=len(counts[0])).cumsum(0).tolist()]
-
-
 @pytest.mark.parametrize("left", [0.0, math.nan])
 def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch, left: float) -> None:
     """Also where a kernel leaves uninitialized memory in its part of the gradients."""
@@ -263,19 +249,6 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero(monkeypatch: pytest.Mo
     for name, gradient in zip(names, one_stack(model)[3:], strict=True):
         none = view_by_expert(f".{name}", gradient, E).flatten(1).eq(0).all(dim=1)
         assert none.tolist() == [False, False, True, False, False, True], name
-
-
-def test_swapped_expert_packing_changes_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison with PEFT has to notice this."""
-
-    def swapped(name: str, matrix: Tensor, count: int) -> Any:
-        if ".lora_B." in name:  # as if B, too, had the expert slowest
-            return matrix.view(matrix.shape[0], count, -1).permute(1, 2, 0)
-        return view_by_expert(name, matrix, count)
-
-    expected, _ = step(peft_of(base(), *BOTH))
-    monkeypatch.setattr(on_cpu, "view_by_expert", swapped)
-    assert apart(step(ours_of(base(), *BOTH))[0], expected) > 1e-3
 
 
 def test_unsupported_experts_are_refused() -> None:
@@ -313,8 +286,7 @@ def test_backward_keeps_only_low_rank_products() -> None:
     assert saved_bytes(peft_of(base(), *BOTH)) - saved_bytes(ours_of(base(), *BOTH)) > 2 * E * (48 * 32 + 24 * 32) * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), [("mistral4", torch.float32), ("mixtral", torch.bfloat16)])
 def test_kept_products_are_computed_once_and_gradients_are_the_same(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,43 +362,4 @@ def test_dropout_applies_only_to_the_adapter(name: str) -> None:
         assert apart(one, other) < 1e-5
 
 
-def test_dropout_drops_in_training_and_checkpointing_draws_it_again(tmp_path: Path) -> None:
-    model, other = (ours_of(base(), *BOTH, lora_dropout=0.5) for _ in range(2))
-    torch.manual_seed(3)
-    logits, gradients = step(model)
-    with torch.no_grad(), model.eval().disable_adapter():
-        assert apart(model(**batch()).logits, base()(**batch()).logits) < 1e-6
-    assert apart(logits, model(**batch()).logits) > 1e-3
-    torch.manual_seed(3)
-    again, recomputed = step(other, checkpointing=True)
-    assert torch.equal(logits, again)
-    assert all(apart(recomputed[name], gradients[name]) < 1e-5 for name in gradients)
-    # What is saved opens in PEFT, which refuses dropout beside experts.
-    save_adapter(model, tmp_path)
-    opened = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
-    assert apart(model.eval()(**batch()).logits, opened(**batch()).logits) < 1e-5
-
-
 # --- files and parts ---
-
-
-def test_adapter_saved_by_peft_can_be_continued(tmp_path: Path) -> None:
-    theirs = peft_of(base(), *BOTH)
-    theirs.save_pretrained(str(tmp_path))
-    model = base()
-    ours = lora.attach_adapter(
-        model, section(experts=True, adapter=str(tmp_path)), plan_of(model, stacks(model, *BOTH)), 1
-    )
-    same(step(ours), step(theirs))
-
-
-@pytest.mark.parametrize("name", ["x.lora_A.weight", "x.lora_B.weight"])
-def test_assembled_expert_parts_equal_the_full_adapter(name: str) -> None:
-    whole = torch.randn((E * R, 5) if "lora_A" in name else (5, E * R))
-    stack = view_by_expert(name, whole, E)
-    assert stack.shape == (E, R, 5)
-    assert torch.equal(pack_experts(name, stack), whole)
-    parts = [ExpertShard(first, 2, E) for first in (0, 2, 4)]
-    together = torch.cat([view_by_expert(name, part.cut(name, whole), 2) for part in parts])
-    assert torch.equal(pack_experts(name, together), whole)
-    assert not torch.equal(pack_experts(name, together.flip(0)), whole)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -43,7 +44,6 @@ from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, find_rows, open_adapter
-from windlass.weights.four_bits import change_codes, decode_codes, make_behind, read_scales
 from windlass.weights.same_base import describe_base, digest_files
 
 # PEFT still uses names of transformers that its next major version drops; it does not look for rank_pattern among
@@ -55,7 +55,6 @@ pytestmark = [
 ]
 load_ranks = importlib.import_module("load_ranks")  # beside this file
 export = partial(export_with_probe, probes=False)  # as many passes as all else; tests/test_verify.py looks at them
-PROBED = ("blocks", "dora", "tied")
 ALONE = Layout(name="resident", reason="test", nodes=1, gpus_per_node=1, shard=1, precision="no")
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MLA = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -74,7 +73,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"family": "qwen3_moe", "quantization": "fp8-channel"},
         {"target_modules": ["q_proj", "o_proj"], **EXPERTS},
     ),
-    "one by one": ({"family": "qwen3_moe"}, {"target_modules": ["v_proj"], **EXPERTS, "use_rslora": True}),
     "dora": (
         {"family": "mistral", "quantization": "tensor"},
         {"target_modules": ["k_proj", "up_proj"], "use_dora": True},
@@ -137,7 +135,7 @@ class Case:
     def merged(self, dtype: str | None) -> Path:
         to = self.folder / (dtype or "own")
         if not to.exists():
-            probes = dtype == "bf16" and self.name in PROBED
+            probes = dtype == "bf16" and self.name == "dora"
             self.records[str(dtype)] = export_with_probe(
                 self.adapter, to, merge=True, dtype=dtype, say=silent, probes=probes
             )
@@ -155,7 +153,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: value for path in sorted(folder.glob("model*.safetensors")) for key, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["published", "blocks", "dora", "tied"])
 @pytest.mark.takes("exports, merges and opens again")
 def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]
@@ -175,23 +173,21 @@ def test_merge_in_16_bits_equals_pefts(name: str, cases: dict[str, Case]) -> Non
     assert {piece.stored.dtype for p in base.parameters for piece in p.pieces} <= {"BF16"}
 
 
-@pytest.mark.parametrize("config", [EXPERTS, {"use_dora": True}], ids=["experts", "dora"])
+@pytest.mark.parametrize("name", ["blocks", "dora"])
 @pytest.mark.takes("exports, merges and opens again")
 def test_a_merge_is_the_same_in_smaller_blocks_of_rows(
-    config: dict[str, Any], cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model's matrix is one block; large ones have many, each with its own rows of factors and magnitudes."""
-    adapter = tmp_path / "adapter"
-    peft_model(cases["blocks"].base, {"target_modules": ["q_proj"], **config}).save_pretrained(str(adapter))
-    export(adapter, tmp_path / "whole", merge=True, dtype="bf16", say=silent)
+    whole = cases[name].merged("bf16")
     monkeypatch.setattr("windlass.export.rounding.BLOCK_VALUES", 2**10)
-    export(adapter, tmp_path / "parts", merge=True, dtype="bf16", say=silent)
+    export(cases[name].adapter, tmp_path / "parts", merge=True, dtype="bf16", say=silent)
     after = tensors_of(tmp_path / "parts")
-    for key, value in tensors_of(tmp_path / "whole").items():
+    for key, value in tensors_of(whole).items():
         torch.testing.assert_close(value.float(), after[key].float(), rtol=2.0**-7, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["published", "blocks", "channels", "wide"])
 def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
     case = cases[name]
     folder = case.merged(None)
@@ -216,17 +212,17 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", pytest.param("int4", marks=pytest.mark.prove), "uint4"])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", "uint4"])
 @pytest.mark.takes("exports, merges and opens again")
 def test_4_bit_base_is_merged_into_16_bits_and_into_its_own(kind: str, tmp_path: Path) -> None:
     """Compares with PEFT's merge into their publishers' decoding. In 16 bits unadapted weights are equal bit by bit; in
     4 bits scales are the base's bytes, and codes say base + adapter in the mean, as their publisher decodes them."""
     base, adapter, wide, out, own = (tmp_path / name for name in ("base", "adapter", "wide", "out", "own"))
     if kind != "mxfp4":
-        tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
+        tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=1)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 96}
-        tiny.write_family(base, "gpt_oss", config=sizes, layers=2, quantized={"quant_method": kind})
+        tiny.write_family(base, "gpt_oss", config=sizes, layers=1, quantized={"quant_method": kind})
     model = peft_model(base, {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]})
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -292,51 +288,6 @@ def test_a_merge_into_4_bits_that_loses_the_adapter_is_refused(tmp_path: Path, m
     assert "of its adapter, and rounding explains" in problems[0].problem
 
 
-@pytest.mark.parametrize("kind", FOUR_BITS)
-def test_4_bits_preserve_small_changes_on_average(kind: str) -> None:
-    """A change of a fiftieth of a step moves one code in fifty, also where a block's largest values can't grow; where
-    nothing changes every code stays, both zeros too."""
-    dice = torch.Generator().manual_seed(0)
-    rows, columns, block = 512, 512, 16
-    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=dice)
-    behind = make_behind(torch.rand(rows, columns // block, generator=dice) + 1, kind, torch.float32)
-    base = decode_codes(codes, behind, block, kind)
-    dither = make_dither("any", ((0, rows), (0, columns)), FLOAT32_BITS) * 2.0**-FLOAT32_BITS
-    assert torch.equal(change_codes(codes, behind, block, kind, torch.zeros_like(base), dither), codes)
-    change = torch.randn(rows, columns, generator=dice) * 0.02
-    moved = decode_codes(change_codes(codes, behind, block, kind, change, dither), behind, block, kind) - base
-    assert 0.005 < float((moved != 0).double().mean()) < 0.2
-    assert float((moved * change).sum() / change.square().sum()) == pytest.approx(1, abs=0.07)
-    numbers = torch.tensor(sorted(set(FOUR_BITS[kind].numbers)))
-    largest = float((numbers[1:] - numbers[:-1]).max()) * float(
-        read_scales(behind, kind, block, (0, 0, rows, columns))[0].float().max()
-    )
-    assert float(moved.abs().max()) <= largest * 1.001
-
-
-@pytest.mark.long
-def test_transformers_opens_the_merged_model(cases: dict[str, Case]) -> None:
-    """The published layout with wrapper, vision part and fused experts; nothing missing or unexpected."""
-    from transformers import Mistral3ForConditionalGeneration
-
-    base, folder = cases["published"].base, cases["published"].merged("bf16")
-    model, info = Mistral3ForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    rows = torch.arange(24).view(2, 12) + 20
-    with torch.no_grad():
-        assert torch.allclose(model(input_ids=rows).logits, plain_model(folder)(input_ids=rows).logits, atol=1e-4)
-    card = (folder / "README.md").read_text()
-    assert "vllm serve ." in card
-    assert "AutoModelForCausalLM`, which has no `Mistral3ForConditionalGeneration`" in card
-    for name in ("tokenizer.json", "chat_template.jinja", "tekken.json"):
-        assert (folder / name).read_bytes() == (base / name).read_bytes()
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {path.name for path in folder.glob("model-*")}
-
-
 def test_the_same_merge_is_the_same_bytes_whatever_the_workers(cases: dict[str, Case], tmp_path: Path) -> None:
     export(cases["published"].adapter, tmp_path, merge=True, workers=1, say=silent)
     for path in cases["published"].merged(None).iterdir():
@@ -371,7 +322,7 @@ def test_rounding_never_reaches_infinity(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("weight", [1.0, -1.0, "subnormal"])
+@pytest.mark.parametrize("weight", [-1.0, "subnormal"])
 def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight: float | str) -> None:
     """One weight in fifty moves by a full step: the sum is right. Rounding to nearest would lose the change."""
     place = ((0, 256), (0, 256))
@@ -388,30 +339,25 @@ def test_dithering_preserves_small_changes_on_average(dtype: torch.dtype, weight
     assert float((change.mean(1) - 1 / 50).abs().max()) < 1 / 50  # evenly over rows too
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.prove)])
 @pytest.mark.takes("exports, merges and opens again")
-def test_a_small_adapter_survives_a_merge_in_16_bits(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_adapter_survives_a_merge_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault, rounding to the nearest value, loses most of it, and the proof refuses the result."""
     torch.manual_seed(0)
-    tiny.write_model(tmp_path / "base", "llama", dtype=dtype, hidden=256)
+    tiny.write_model(tmp_path / "base", "llama", hidden=256)
     model = peft_model(tmp_path / "base", {"target_modules": ["q_proj", "down_proj"]})
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
-            parameter.data.mul_(2e-4 if dtype == "float16" else 2e-3)
+            parameter.data.mul_(2e-3)
             parameter.data[: len(parameter) // 2] = 0
     model.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
     record = merge(tmp_path, tmp_path / "merged")
     assert record["deviations"] == []
     assert record["kept"] > 0.9  # of sampled rows
-    merge(tmp_path, tmp_path / "again")
     truth = PeftModel.from_pretrained(plain_model(tmp_path / "base"), str(tmp_path / "adapter"))
     expected = dict(truth.merge_and_unload().state_dict())
-    before, after = tensors_of(tmp_path / "base"), tensors_of(tmp_path / "merged")
+    before = tensors_of(tmp_path / "base")
     changed = kept = nearest = 0.0
-    for key, value in tensors_of(tmp_path / "again").items():
-        assert torch.equal(after[key].view(torch.int16), value.view(torch.int16))
+    for key, value in tensors_of(tmp_path / "merged").items():
         alone = len(value) // 2 if "q_proj" in key or "down_proj" in key else len(value)  # rows without an adapter
         assert torch.equal(value[:alone].view(torch.int16), before[key][:alone].view(torch.int16))
         old = before[key].float()
@@ -428,9 +374,7 @@ def test_a_small_adapter_survives_a_merge_in_16_bits(
     assert "of its adapter, and rounding explains" in problems[0].problem
 
 
-@pytest.mark.parametrize(
-    ("dtype", "finer"), [(None, "bf16"), pytest.param("bf16", "float32", marks=pytest.mark.prove), ("float32", None)]
-)
+@pytest.mark.parametrize(("dtype", "finer"), [(None, "bf16"), ("float32", None)])
 def test_a_dtype_that_is_too_coarse_names_a_finer_one(
     dtype: str | None, finer: str | None, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,12 +386,11 @@ def test_a_dtype_that_is_too_coarse_names_a_finer_one(
 
 @pytest.mark.takes("exports, merges and opens again")
 def test_a_merge_into_float32(cases: dict[str, Case]) -> None:
-    for name in ("tied", "published"):
-        folder = cases[name].merged("float32")
-        assert cases[name].records["float32"]["logits"]["dtype"] == "F32"
-        state = plain_model(folder).state_dict()
-        for key, true in cases[name].truth.items():
-            assert torch.allclose(state[key], true, rtol=1e-5, atol=1e-7), key
+    case = cases["published"]
+    state = plain_model(case.merged("float32")).state_dict()
+    assert case.records["float32"]["logits"]["dtype"] == "F32"
+    for key, true in case.truth.items():
+        assert torch.allclose(state[key], true, rtol=1e-5, atol=1e-7), key
 
 
 def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -577,8 +520,6 @@ def run(cases: dict[str, Case], tmp_path: Path) -> Path:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     lines = [{"step": i, "loss": 3 - i / 20} for i in range(1, 31)]
     (folder / "steps-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [{"kind": "eval", "step": step, "eval_loss": loss} for step, loss in losses.items()]
-    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     return folder
 
 
@@ -599,33 +540,11 @@ def test_best_undamaged_checkpoint_is_chosen(run: Path) -> None:
 
 
 def test_the_card(run: Path, tmp_path: Path) -> None:
-    export(run, tmp_path / "out", say=silent)
-    card = (tmp_path / "out" / "README.md").read_text()
-    for text in (
-        'base_model: "base"',
-        "library_name: peft",
-        "| 20 | 1.5000 |",
-        "wiki & co",
-        "torch 2.13.0",
-        "# license",
-        "lm_eval --model hf --model_args pretrained=base,peft=. --tasks hellaswag",
-    ):
-        assert text in card, text
-    assert "/secret" not in card
-    import yaml
-
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["base_model"] == "base"
-    assert front["datasets"] == ["wiki"]
-    assert "license" not in front
-
-
-@pytest.mark.parametrize("adapter", [None, "/secret/sft/final"])
-def test_the_card_of_a_run_on_pairs(run: Path, tmp_path: Path, adapter: str | None) -> None:
+    """Of a run on pairs."""
     manifest = json.loads((run / "manifest.json").read_text())
     manifest["run"] |= {"dpo": {"beta": 0.3, "loss": "ipo"}, "orpo": {"beta": 0.1}}
     manifest["run"]["train"]["objective"] = "dpo"
-    manifest["run"]["lora"]["adapter"] = adapter
+    manifest["run"]["lora"]["adapter"] = "/secret/sft/final"
     (run / "manifest.json").write_text(json.dumps(manifest))
     (run / "data.json").write_text(json.dumps({"sequences": {"train": 4000, "validation": 200}}))
     events = [{"kind": "eval", "step": 20, "eval_loss": 0.55, "eval_rewards/accuracies": 0.812}]
@@ -633,19 +552,20 @@ def test_the_card_of_a_run_on_pairs(run: Path, tmp_path: Path, adapter: str | No
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     export(run, tmp_path / "out", say=silent)
     card = (tmp_path / "out" / "README.md").read_text()
-    reference = "the adapter that it began with, sft/final" if adapter else "the base model"
     for text in (
-        f"It was tuned on 4,000 pairs of a chosen and a rejected answer, by DPO; the reference is {reference}.\n",
-        "| step | evaluation loss | chosen answer preferred |\n|---|---|---|\n",
+        "by DPO; the reference is the adapter that it began with, sft/final.\n",
         "| 20 | 0.5500 | 81.2 % |\n| 30 | 0.5000 |  |\n\n",
         "| train.objective | dpo |\n| dpo.beta | 0.3 |\n| dpo.loss | ipo |\n",
+        "wiki & co",
+        "torch 2.13.0",
+        "# license",
     ):
-        assert text in card, card
+        assert text in card, text
     assert "orpo" not in card
     assert "/secret" not in card
-    import yaml
-
-    assert yaml.safe_load(card.split("---")[1])["tags"] == ["lora", "windlass", "dpo"]
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["base_model"], front["datasets"], front["tags"]) == ("base", ["wiki"], ["lora", "windlass", "dpo"])
+    assert "license" not in front
 
 
 def test_generate_gives_the_same_merged_and_unmerged(cases: dict[str, Case], tmp_path: Path) -> None:
@@ -691,10 +611,9 @@ def test_generate_asks_as_a_chat_unless_told_and_says_why_an_answer_is_empty(tmp
         assert other in said[-1]
 
 
-@pytest.mark.parametrize("name", ["published", "blocks"])
-def test_generate_gives_the_same_with_the_base_in_fp8(cases: dict[str, Case], name: str) -> None:
+def test_generate_gives_the_same_with_the_base_in_fp8(cases: dict[str, Case]) -> None:
     """If 16 bits don't fit. Adapters of experts are not merged into codes then."""
-    source, base = choose_adapter(cases[name].adapter), read_base(cases[name].base)
+    source, base = choose_adapter(cases["published"].adapter), read_base(cases["published"].base)
     tokens = torch.arange(20)[None]
     one, other = (load_model(base, source, dtype)(tokens).logits for dtype in ("bf16", "fp8"))
     assert torch.equal(one, other)
@@ -757,29 +676,14 @@ def flip_bit(key: str) -> Callable[[Path, Path, str], None]:
     return fault
 
 
-def forget_adapter(made: Path, copy: Path, dtype: str) -> None:
+def forget_adapter(key: str) -> Callable[[Path, Path, str], None]:
     """Store the base's weight instead of the merged one."""
-    base, scale = tensor(made / "base", O_PROJ), f"{O_PROJ}_scale_inv"
-    if dtype == "own":
-        overwrite(copy, scale, tensor(made / "base", scale))
-    else:
-        base = (base.float() * tensor(made / "base", scale).float()).bfloat16()
-    overwrite(copy, O_PROJ, base)
-
-
-def swap_packing(wrong: str) -> Callable[[Path, Path, str], None]:
-    """Merge with A's rank before expert, or B's expert before rank: plausible weights that are all wrong."""
 
     def fault(made: Path, copy: Path, dtype: str) -> None:
-        factors = load_file(made / "adapter" / "adapter_model.safetensors")
-        a, b = (factors[f"base_model.model.model.layers.1.mlp.experts.lora_{which}.weight"] for which in "AB")
-        experts = 8
-        a = a.view(-1, experts, a.shape[1]).transpose(0, 1) if wrong == "A" else a.view(experts, -1, a.shape[1])
-        b = b.view(b.shape[0], experts, -1) if wrong == "B" else b.view(b.shape[0], -1, experts).transpose(1, 2)
-        delta = torch.einsum("oer,eri->eoi", b, a) * (8 / 2)  # alpha 8, and rank 2 by the case's rank_pattern
-        values = tensor(made / "base", DOWN).float() * tensor(made / "base", f"{DOWN}_scale_inv").float() + delta
-        new = tensor(copy, f"{DOWN}_scale_inv").float() if dtype == "own" else torch.ones(())
-        overwrite(copy, DOWN, (values / new).to(torch.float8_e4m3fn if dtype == "own" else torch.bfloat16))
+        base, scale = tensor(made / "base", key), tensor(made / "base", f"{key}_scale_inv")
+        if dtype == "own":
+            overwrite(copy, f"{key}_scale_inv", scale)
+        overwrite(copy, key, base if dtype == "own" else (base.float() * scale.float()).bfloat16())
 
     return fault
 
@@ -791,26 +695,13 @@ def keep_old_scale(made: Path, copy: Path, _dtype: str) -> None:
     overwrite(copy, f"{DOWN}_scale_inv", old)
 
 
-UNTOUCHED = (
-    "vision_tower.transformer.layers.0.attention.q_proj.weight",
-    f"{LAYER}.input_layernorm.weight",
-    f"{LAYER}.mlp.shared_experts.up_proj.weight",
-)
+UNTOUCHED = "vision_tower.transformer.layers.0.attention.q_proj.weight"
 FAULTS: list[tuple[str, Callable[[Path, Path, str], None], str]] = [
-    *(
-        (dtype, lose_tensor, f"the files disagree about which file holds a tensor (1): {O_PROJ}")
-        for dtype in ("bf16", "own")
-    ),
-    *(("own", flip_bit(key), f"{key} is not byte-equal to the base's, though not adapted") for key in UNTOUCHED),
-    *((dtype, forget_adapter, "self_attn.o_proj") for dtype in ("bf16", "own")),
-    *((dtype, swap_packing(which), "experts.down_proj") for dtype in ("bf16", "own") for which in "AB"),
+    ("own", lose_tensor, f"the files disagree about which file holds a tensor (1): {O_PROJ}"),
+    ("own", flip_bit(UNTOUCHED), f"{UNTOUCHED} is not byte-equal to the base's, though not adapted"),
+    *((dtype, forget_adapter(key), key.removeprefix(LAYER)) for dtype in ("bf16", "own") for key in (O_PROJ, DOWN)),
     ("own", keep_old_scale, "experts.down_proj"),
 ]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "own"])
-def test_undamaged_merge_is_proven(made: Path, dtype: str) -> None:
-    assert prove(made, made / dtype, dtype) == []
 
 
 @pytest.mark.parametrize(("dtype", "fault", "message"), FAULTS)
@@ -820,17 +711,13 @@ def test_damaged_merge_is_detected(
     copy = tmp_path / "copy"
     shutil.copytree(made / dtype, copy)
     fault(made, copy, dtype)
-    deviations = prove(made, copy, dtype)
-    assert deviations
-    assert all(message in deviation for deviation in deviations), deviations
-
-
-def prove(made: Path, copy: Path, dtype: str) -> list[str]:
     source = choose_adapter(made / "adapter")
     base = require_local_base(source)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, copy, dtype)
-    return prove_files(base, deltas, plan, copy, source.weights, lambda _: None).deviations
+    deviations = prove_files(base, deltas, plan, copy, source.weights, lambda _: None).deviations
+    assert deviations
+    assert all(message in deviation for deviation in deviations), deviations
 
 
 def test_a_deviation_is_an_error_and_deletes_nothing(
@@ -838,7 +725,7 @@ def test_a_deviation_is_an_error_and_deletes_nothing(
 ) -> None:
     def write_badly(*arguments: Any) -> None:
         write_merge(*arguments)
-        flip_bit(UNTOUCHED[0])(made, tmp_path / "out", "")
+        flip_bit(UNTOUCHED)(made, tmp_path / "out", "")
         (tmp_path / "out" / "tokenizer.json").write_text("{}")
 
     monkeypatch.setattr("windlass.export.merge.write_merge", write_badly)  # the fault
@@ -912,7 +799,7 @@ def test_adapter_on_another_base_is_refused(
 
 
 def test_an_adapter_of_another_model(made: Path, tmp_path: Path) -> None:
-    others: tuple[dict[str, Any], ...] = ({"hidden": 96}, {"layers": 1}, {"family": "mistral"})
+    others: tuple[dict[str, Any], ...] = ({"hidden": 96}, {"family": "mistral"})
     for number, other in enumerate(others):
         base = tiny.write_model(tmp_path / str(number), tokenizer=False, **other)
         for merging in (False, True):
@@ -932,12 +819,9 @@ def add_embedding(factors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ({"peft_type": "IA3"}, None, "of the kind IA3"),
-        ({"init_lora_weights": "pissa"}, None, "changed the base"),
         ({"use_dora": True}, None, "use_dora is True in adapter_config.json, and not in the weights"),
         ({"r": 16}, None, "has rank 4, and adapter_config.json has 16"),
         ({"layer_replication": [[0, 2], [1, 2]]}, None, "layer_replication"),
-        ({"fan_in_fan_out": True}, None, "fan_in_fan_out"),
         ({}, add_embedding, "lora_embedding_A"),
         ({}, lose_half, "not a pair of matrices"),
     ],
@@ -1130,18 +1014,6 @@ def test_a_runs_own_rows_are_told_from_others_in_its_folder(tmp_path: Path) -> N
     for own, file in (("b", "b/train.arrow"), ("a", "a/validation.arrow"), ("gone", "a/validation.arrow")):
         write_json(tmp_path / DATA, {"fingerprint": own})
         assert find_rows(tmp_path) == tmp_path / "tokens" / file
-
-
-@pytest.mark.takes("exports, merges and opens again")
-def test_the_commands(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = [str(made / "adapter"), "--to", str(tmp_path / "out"), "--merge", "--json"]
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["export", *run])
-    record = json.loads(capsys.readouterr().out)
-    assert record["deviations"] == []
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["generate", str(tmp_path / "out"), "--prompt", "import", "--tokens", "3"])
-    assert read_base(tmp_path / "out").wrapper
 
 
 @pytest.mark.parametrize(("explained", "said"), [(1.5, True), (0.3, False)])

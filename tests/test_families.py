@@ -31,8 +31,7 @@ from windlass.introspect.trace import trace_layers
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe
 from windlass.model.derived import find_description
-from windlass.model.family import FAMILIES as ROWS
-from windlass.model.quantization import published_dtype, quantizable_names
+from windlass.model.quantization import quantizable_names
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
 from windlass.model.wrapped import outer_name
@@ -50,65 +49,22 @@ pytestmark = pytest.mark.long
 
 test_train: Any = importlib.import_module("test_train")
 
-# family -> what its tiny model has beside the shrunk defaults
+WIDE = {"initializer_range": 0.5}
+# family -> what its tiny model has beside the shrunk defaults: those that meet code of their own. The others, and these
+# with more steps, are in docs/families.md, by benchmarks/families.py.
 NAMES = """
-deepseek_v3 gpt_oss qwen3_next gemma3 gemma3_text olmo2 granite glm4_moe llama4_text llama4 qwen2_moe phi3
-mistral ministral3 mixtral mistral4 mistral3 llava qwen2 qwen3 qwen3_moe llama
-gemma2 cohere cohere2 phi starcoder2 olmoe granitemoe ernie4_5_moe minimax minimax_m2 hunyuan_v1_dense hunyuan_v1_moe
-gemma4_text phi4_multimodal longcat_flash
+deepseek_v3 gpt_oss gemma3 granite qwen3_next mistral4 mistral3 llava llama4 phi3 phi phi4_multimodal longcat_flash
+minimax minimax_m2 glm4_moe
 """
 FAMILIES: dict[str, dict[str, Any]] = {name: {} for name in NAMES.split()} | {
     "qwen3_moe": {"mlp_only_layers": [0]},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     # At 0.02, TRL itself comes to another gradient norm (6e-4) of weights that are one rounding apart.
-    "gemma4_text": {"initializer_range": 0.5},
+    "gemma4_text": WIDE,
 }
-WIDE = {"initializer_range": 0.5}
-NOT_DROPPED = dict.fromkeys(("dropout", "attention_dropout", "residual_dropout", "activation_dropout"), 0.0)
-QWEN4 = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 64, "indexer_n_heads": 2}
-QWEN4 |= {
-    "eos_token_id": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-}
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-TOWER |= {"adapter_out_dim": 64}
-# The same of families that benchmarks/families.py alone tries
-MORE: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
-    "dbrx": {"attn_config": {"rope_theta": 5e5}},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note": {
-        "vision_config": {**TOWER, "adapter_in_dim": 64, "mlp_layer_types": ["dense"], "per_layer_config": {}},
-        "audio_config": {**TOWER, "adapter_input_size": 64, "num_key_value_heads": 4},
-    },
-    "emu3": {
-        **NOT_DROPPED,
-        "vocabulary_map": {"<image>": 5, **{f"<|visual token {i:06}|>": 6 + i for i in range(64)}},
-        "vq_config": {"codebook_size": 64, "base_channels": 32, "hidden_size": 32},
-    },
-    "gemma4": WIDE,
-    "gemma4_assistant": {"text_config": NO_LAYER_INPUTS},
-    "gemma4_unified": WIDE,
-    "gemma4_unified_text": WIDE,
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp": QWEN4,
-    "qwen4_exp_text": QWEN4,
-    "seed_oss": NOT_DROPPED,  # at random
-    "xglm": {**NOT_DROPPED, "d_model": 64, "ffn_dim": 128, "attention_heads": 4},
-}
-FEW = ("deepseek_v3", "gpt_oss", "gemma3", "granite")  # what every run of the tests tries
-ALL = [pytest.param(name, marks=[] if name in FEW else pytest.mark.prove) for name in FAMILIES]
-REST = [name for name in FAMILIES if name not in FEW]
-GROUPS = [FEW, *(tuple(REST[i : i + 6]) for i in range(0, len(REST), 6))]  # of one start of the ranks
+FEW = ("deepseek_v3", "gpt_oss", "gemma3")  # what every run of the tests tries
+STEPS = 4
+REST = tuple(name for name in FAMILIES if name not in FEW)
+ALL = [*FEW, *(pytest.param(name, marks=pytest.mark.prove) for name in REST)]
 PUBLISHED_IN_FP8 = ("deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next", "minimax_m2")  # with a scale for each block
 # A router that is a linear module, and is not called; towers for images and sound
 IDLE = {"longcat_flash": {"classifier"}, "phi4_multimodal": {"model.embed_tokens_extend"}}
@@ -117,7 +73,7 @@ LEAKING = ("gpt_oss", "qwen3_next", "minimax")  # transformers' packing: a mask 
 
 @functools.cache
 def written(root: Path, name: str) -> Path:
-    return tiny.write_family(root / name, name, config=(FAMILIES | MORE).get(name, {}), tokenizer=True)
+    return tiny.write_family(root / name, name, config={"gemma4": WIDE, **FAMILIES}.get(name, {}), tokenizer=True)
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +150,7 @@ def test_rows_are_continued_with_what_is_kept_as_without(root: Path, name: str) 
     assert len({token for row in expected for token in row}) > 3
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, marks=[] if r == "qwen3_moe" else pytest.mark.prove) for r in ROWS])
+@pytest.mark.parametrize("row", ["mistral4", "qwen3_moe"])
 def test_rows_for_machines_without_torch_equal_what_is_derived(row: str, tmp_path: Path) -> None:
     config = json.loads((tiny.write_model(tmp_path / "m", row, tokenizer=False) / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -219,19 +175,16 @@ def test_shipped_descriptions_equal_what_is_derived() -> None:
         assert {**shipped, "transformers": ""} == {**found, "transformers": ""}
 
 
-@pytest.mark.parametrize("name", [pytest.param("bailing_hybrid", marks=pytest.mark.prove), "falcon_h1"])
-def test_sizes_that_depend_on_each_other_are_shrunk_together(tmp_path: Path, name: str) -> None:
-    config = json.loads((tiny.write_family(tmp_path / name, name) / "config.json").read_text())
-    found = derive.derive(config, "config.json")
-    assert found["logits"] is True  # it ran, tiny
-    # transformers keeps its convolutions in float32, a group of FSDP2's own, and calls them as functions.
-    assert found["shards"] is (name != "bailing_hybrid")
+def test_sizes_that_depend_on_each_other_are_shrunk_together(tmp_path: Path) -> None:
+    config = json.loads((tiny.write_family(tmp_path / "m", "falcon_h1") / "config.json").read_text())
+    assert derive.derive(config, "config.json")["logits"] is True  # it ran, tiny
 
 
 @pytest.mark.fault(
     "a model that FSDP2 would leave sharded", "`windlass plan`", "BailingHybridForCausalLM can't be sharded"
 )
 def test_a_model_that_reads_ungathered_weights_is_not_sharded(tmp_path: Path) -> None:
+    """transformers keeps its convolutions in float32, a group of FSDP2's own, and calls them as functions."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
     (tmp_path / "run.yaml").write_text(test_train.RUN.format(folder=tmp_path, steps=2))
@@ -288,20 +241,6 @@ def test_traced_layer_keeps_the_same_bytes_as_a_real_one() -> None:
     assert 0 < traced["forward_products"][0] < traced["backward_products"][0]
 
 
-def test_what_a_traced_layer_computes_without_gradient_is_not_in_its_backward() -> None:
-    config = transformers.CONFIG_MAPPING["deepseek_v32"].from_dict(
-        shrink_config(transformers.CONFIG_MAPPING["deepseek_v32"]().to_dict(), layers=1)
-    )
-    with torch.device("meta"):
-        traced = trace_layers(
-            transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="sdpa"), [0]
-        )[0]
-    width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    indexed = config.index_n_heads * (config.index_head_dim + 1)
-    assert traced["forward_products"][1] == 2 * 512**2 * (width + indexed)
-    assert traced["backward_products"][1] == 2 * 2 * 512**2 * width
-
-
 def test_common_target_names_are_translated(root: Path) -> None:
     seven = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for name, expected in {
@@ -321,10 +260,8 @@ def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
         "bert": "encoder",
         "vit": "no causal language model",
         "gpt2": "can't be sharded",
-        "gpt_neox": "can't be sharded",
         "blt": "its config has no num_hidden_layers",
         "apertus": "is a single number",
-        "musicgen": "Multiple valid text configs",
     }.items():
         config = transformers.CONFIG_MAPPING[model_type]().to_dict()
         with pytest.raises(UserError, match=why) as error:
@@ -337,13 +274,6 @@ def test_refused_families_have_a_reason(root: Path, tmp_path: Path) -> None:
         config = transformers.LlamaConfig().to_dict() | {"quantization_config": quantized}
         with pytest.raises(UserError, match=rf"unsupported quantization {named}(.|\n)*layout.base_dtype: nf4"):
             describe(config, "config.json")
-
-
-def test_mxfp4_weights_are_found_from_config_alone() -> None:
-    config = transformers.GptOssConfig(num_hidden_layers=2, num_local_experts=4, hidden_size=64, intermediate_size=64)
-    base = describe(config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}, "config.json")
-    assert published_dtype(base) == "mxfp4"
-    assert {name.rpartition(".")[2] for name in quantizable_names(base)} == {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
@@ -461,11 +391,6 @@ def test_a_weight_that_the_model_reads_itself_stays_in_16_bits(tmp_path: Path) -
     assert "belongs to Gemma3nTextAltUp, which can't compute with FP8 weights" in problems[0].problem
 
 
-@pytest.mark.parametrize("name", ["longcat_flash", "phi4_multimodal"])
-def test_sizes_under_a_familys_own_names_are_shrunk(root: Path, name: str) -> None:
-    assert read_base(written(root, name)).total < 1_000_000
-
-
 def test_a_model_that_is_not_shrunk_is_not_built_by_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan took 12.7 GiB of longcat_flash, whose sizes have names of their own."""
     config = shrink_config(transformers.LlamaConfig().to_dict()) | {"architectures": None}
@@ -547,9 +472,8 @@ def write_fp8(plain: Path, side: int = 32) -> None:
     (copy / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.prove)])
 @pytest.mark.parametrize(
-    "names", [FEW, *(pytest.param(each, marks=pytest.mark.prove) for each in GROUPS[1:])], ids=lambda names: names[0]
+    ("names", "ranks"), [(FEW, 2), pytest.param(REST, 4, marks=pytest.mark.prove)], ids=["few", "rest"]
 )
 def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     for name in names:
@@ -562,16 +486,13 @@ def test_the_loader_is_bit_equal(names: tuple[str, ...], ranks: int, tmp_path: P
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     assert (tmp_path / "out").exists(), done.stderr[-4000:]
     outcomes = json.loads((tmp_path / "out").read_text())
     assert len(outcomes) >= 2 * len(names)
     assert {case.split()[0] for case in outcomes if "in FP8" in case} == {*names} & {*PUBLISHED_IN_FP8}
     assert {case: why for case, why in outcomes.items() if why} == {}
-
-
-STEPS = 10  # of which FEW, in every run of the tests, take 4
 
 
 @pytest.fixture(scope="session")
@@ -588,7 +509,7 @@ def trained(root: Path) -> Callable[[tuple[str, ...]], tuple[Any, Any]]:
         how = {}
         for name in names:
             base = read_base(written(root, name))
-            how[name] = {"model__model_name_or_path": str(root / name)} | (test_train.BRIEF if names == FEW else {})
+            how[name] = {"model__model_name_or_path": str(root / name)}
             if "experts" in base.dims and base.family.expert_adapters:
                 how[name] |= test_train.EXPERTS
         folder = f"{names[0]} "
@@ -603,10 +524,10 @@ def trained(root: Path) -> Callable[[tuple[str, ...]], tuple[Any, Any]]:
 def test_two_ranks_equal_plain_trl_in_one_process(
     trained: Callable[[tuple[str, ...]], tuple[Any, Any]], name: str
 ) -> None:
-    one, two = trained(next(group for group in GROUPS if name in group))
+    one, two = trained(FEW if name in FEW else REST)
     assert two[name].get("error") is None, two[name]["error"]
     steps, reference = two.steps(name), one.steps(name)
-    assert len(steps) == len(reference) == (4 if name in FEW else STEPS)
+    assert len(steps) == len(reference) == STEPS
     for step, expected in zip(steps, reference, strict=True):
         for key in ("loss", "grad_norm"):
             assert step[key] == pytest.approx(expected[key], rel=1e-5), (step, expected)

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from windlass.model import Base, Piece, Stored, read_base
 from windlass.model.files import DIGEST, PUBLISHED
 from windlass.plan.layout import Layout
 from windlass.train import parallel
-from windlass.train.load import list_unique_tensors, load_base, read_all
+from windlass.train.load import list_unique_tensors, load_base
 from windlass.weights import certificate
 from windlass.weights.digest import MODULUS, digest_box
 from windlass.weights.quantized import dequantize, list_quantized_params
@@ -49,8 +48,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for name in ("published", "blocks", "llama", "mixtral"):
         tiny.write_model(directory / name, tokenizer=False, **load_ranks.CHECKPOINTS[name])
-    for name, kind in load_ranks.IN_FOUR_BITS:
-        load_ranks.write_decoded(directory / name, directory / f"{name}-{kind}", kind)
     tiny.write_model(
         directory / "bnb", "mixtral", quantization="nf4", moe_intermediate=64, intermediate=64, tokenizer=False
     )
@@ -79,18 +76,12 @@ def every(root: Path) -> Path:
     "`windlass train`",
     "copies of the base model that are not equal: model.safetensors differs",
 )
-@pytest.mark.parametrize(
-    ("ranks", "later"),
-    [
-        pytest.param(2, "", marks=pytest.mark.long),
-        *(pytest.param(ranks, "later", marks=pytest.mark.prove) for ranks in (2, 4)),
-    ],
-)
-def test_every_case_on_several_ranks(ranks: int, later: str, every: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.prove)])
+def test_every_case_on_several_ranks(ranks: int, every: Path, tmp_path: Path) -> None:
     """Checkpoints x layouts, faults and training, in one start of these processes."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out"), later],
+        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -98,7 +89,7 @@ def test_every_case_on_several_ranks(ranks: int, later: str, every: Path, tmp_pa
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((tmp_path / "out").read_text())
-    assert len(results) >= 45 + 20 * (ranks == 2 and bool(later))
+    assert len(results) >= 35
     assert load_ranks.MIXED == "have copies of the base model that are not equal: model.safetensors differs"
     failed = {case: why for case, why in results.items() if why}
     assert not failed, "\n".join(f"{case}\n{why}" for case, why in failed.items())
@@ -116,22 +107,9 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
     return to
 
 
-@pytest.mark.parametrize(("name", "kind"), [*load_ranks.IN_FOUR_BITS, *load_ranks.PUBLISHED])
-def test_4_bit_model_equals_its_dequantized_weights(root: Path, name: str, kind: str) -> None:
-    """Loss and gradient in float32; several ranks are in load_ranks.py."""
-    found = []
-    for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
-        model, _ = load_base(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
-        embedded = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        loss = model(inputs_embeds=embedded, labels=torch.arange(32).view(2, 16)).loss
-        found.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 @pytest.mark.parametrize(("name", "kind"), load_ranks.PUBLISHED)
-def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: str, dtype: torch.dtype) -> None:
+def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: str) -> None:
+    dtype = torch.bfloat16
     base, true = read_base(root / name), read_base(root / f"{name}-{kind}")
     wanted = list_unique_tensors(load_base(true, ALONE, dtype=dtype)[0])
     for base_dtype in ("bf16", kind):
@@ -144,7 +122,7 @@ def test_published_4_bit_weights_are_read_exactly(root: Path, name: str, kind: s
                 coding = weights[key].format
                 values = dequantize(*coding.parts(tensor, weights[key].scale), coding, dtype)
                 tensor = values.transpose(-1, -2) if coding.transposed else values
-            assert torch.equal(tensor, wanted[key]), (key, dtype, base_dtype)
+            assert torch.equal(tensor, wanted[key]), (key, base_dtype)
     parameter = next(p for p in base.parameters if p.name in weights)
     targets = list_unique_tensors(model)
     targets[parameter.name][..., 1] ^= 16
@@ -178,30 +156,13 @@ SPOILT_IN_4_BITS: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = 
     "infinite": ("oss", f"{STACK}_scales", lambda old: old | 255, "scales that are not finite numbers"),
     "a scale below zero": ("nv", f"{NV}_scale", negate, f"{NV}_scale' contains scales below zero"),
     "a factor below zero": ("nv", f"{NV}_global_scale", torch.neg, f"{NV}_global_scale' contains scales below zero"),
-    "an infinite factor": (
-        "nv",
-        f"{NV}_global_scale",
-        lambda old: old / 0,
-        f"{NV}_packed' contains codes that are not",
-    ),
     "a scale of zero": ("nv", f"{NV}_scale", erase, f"{NV}_packed' contains codes that are not zero"),
-    "a word's scale of zero": ("words", f"{ODD}_scale", erase, f"{ODD}_packed' contains codes that are not zero"),
     "an infinite scale": ("words", f"{ODD}_scale", lambda old: old / 0, f"{ODD}_scale' contains scales that are not"),
-    "a shifted scale of zero": ("shifted", f"{ODD}_scale", erase, f"{ODD}_packed' contains codes that are not zero"),
     "a shifted scale below zero": ("shifted", f"{ODD}_scale", negate, f"{ODD}_scale' contains scales below zero"),
-    "a nested scale below zero": (
-        "bnb",
-        f"{ODD}.nested_absmax",
-        torch.neg,
-        f"{ODD}.nested_absmax' contains scales below",
-    ),
+    "nested below zero": ("bnb", f"{ODD}.nested_absmax", torch.neg, f"{ODD}.nested_absmax' contains scales below"),
     "rows cut": ("oss", f"{STACK}_blocks", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
     "a factor of zero": ("nv", f"{NV}_global_scale", lambda old: old * 0, "scales that are not finite numbers"),
-    "a factor too many": ("nv", f"{NV}_global_scale", lambda old: old.repeat(2), "weights in 4 bits that do not fit"),
-    "words cut": ("words", f"{ODD}_packed", lambda old: old[:, 1:].clone(), "weights in 4 bits that do not fit"),
     "zeros cut": ("shifted", f"{ODD}_zero_point", lambda old: old[1:].clone(), "weights in 4 bits that do not fit"),
-    "another group": ("words", f"{ODD}_scale", lambda old: old[:, ::2].clone(), "weights in 4 bits that do not fit"),
-    "blocks over rows": ("bnb", f"{ODD}.absmax", lambda old: old[3:].clone(), "weights in 4 bits that do not fit"),
 }
 
 
@@ -247,28 +208,20 @@ def odd(key: str, place: tuple[int, ...], value: float) -> Callable[[dict[str, T
     return change
 
 
+HELD, LONE = "layers.0.mlp.experts.down_proj", "layers.0.self_attn.o_proj.weight"
+
+
 @IN_BOTH
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (odd("embed_tokens.weight", (7, 3), math.nan), "embed_tokens.weight' contains values that are not finite"),
-        (odd("norm.weight", (5,), -math.inf), "norm.weight' contains values that are not finite"),
-        (odd("layers.0.mlp.experts.down_proj", (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
-        (
-            odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), -1e-3),
-            "down_proj_scale_inv' contains scales below",
-        ),
-        (
-            odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.nan),
-            "o_proj.weight_scale_inv' contains scales that",
-        ),
-        (
-            odd("layers.0.self_attn.o_proj.weight_scale_inv", (), math.inf),
-            "o_proj.weight_scale_inv' contains scales that",
-        ),
-        (odd("layers.0.mlp.experts.down_proj_scale_inv", (3, 0, 0), 0), "down_proj' contains codes that are not zero"),
+        (odd(HELD, (3, 5, 1), math.nan), "down_proj' contains values that are not finite"),
+        (odd(f"{HELD}_scale_inv", (3, 0, 0), -1e-3), "down_proj_scale_inv' contains scales below"),
+        (odd(f"{LONE}_scale_inv", (), math.nan), "o_proj.weight_scale_inv' contains scales that"),
+        (odd(f"{HELD}_scale_inv", (3, 0, 0), 0), "down_proj' contains codes that are not zero"),
     ],
-    ids=["NaN", "infinite", "NaN code", "negative scale", "NaN scale", "infinite scale", "zero scale"],
+    ids=["NaN", "NaN code", "negative scale", "NaN scale", "zero scale"],
 )
 def test_weights_that_are_no_finite_numbers_stop_the_run_by_name(
     root: Path, tmp_path: Path, layout: Layout, change: Callable[[dict[str, Tensor]], None], named: str
@@ -306,41 +259,34 @@ def test_base_digest_covers_every_byte_and_its_place(root: Path, tmp_path: Path)
 
 def test_signs_and_places_of_rows_count_in_the_digest() -> None:
     """Sums lose the highest bits of words first. Parts add up to the full digest, wherever they are cut."""
-    dice = random.Random(0)
-    for shape in ((6, 24), (1100, 24), (2, 700, 8), (3000,)):
-        for dtype, name in ((torch.float32, "F32"), (torch.float64, "F64"), (torch.bfloat16, "BF16")):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-            stored = Stored("w", name, shape, Path("f"), 0, values.nbytes)
+    for shape in ((1100, 24), (2, 700, 8), (3000,)):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        stored = Stored("w", "BF16", shape, Path("f"), 0, values.nbytes)
 
-            def digest(changed: Tensor, box: Any, stored: Stored = stored, file: Tensor = values) -> int:
-                part = changed[tuple(slice(*span) for span in box)].contiguous()
+        def digest(changed: Tensor, box: Any, stored: Stored = stored, file: Tensor = values) -> int:
+            def read(_: Stored, box: Any, into: Tensor) -> None:
+                into.copy_(file[tuple(slice(*span) for span in box)])
 
-                def read(_: Stored, box: Any, into: Tensor) -> None:
-                    into.copy_(file[tuple(slice(*span) for span in box)])
+            return digest_box(stored, box, changed[tuple(slice(*span) for span in box)].contiguous(), read)
 
-                return digest_box(stored, box, part, read)
-
-            box, rows = [(0, size) for size in shape], max(len(shape) - 2, 0)
-            swapped, turned, few = values.clone(), values.clone(), values.clone()
-            swapped[[0, 1]] = swapped[[1, 0]]
-            turned[-1] *= -1
-            few.view(-1)[[70, 75]] *= -1
-            others = [digest(each, box) for each in (values, swapped, turned, few, values.flip(-1))]
-            assert len(set(others)) == 5
-            for _ in range(5):
-                cuts = sorted({0, shape[rows], *(dice.randrange(shape[rows]) for _ in range(4))})
-                parts = [digest(values, [*box[:rows], (a, b), *box[rows + 1 :]]) for a, b in itertools.pairwise(cuts)]
-                assert sum(parts) % MODULUS == others[0], (shape, cuts)
+        box, rows = [(0, size) for size in shape], max(len(shape) - 2, 0)
+        swapped, few = values.clone(), values.clone()
+        swapped[[0, 1]] = swapped[[1, 0]]
+        few.view(-1)[[70, 75]] *= -1
+        others = [digest(each, box) for each in (values, swapped, few)]
+        assert len(set(others)) == 3
+        cuts = [0, shape[rows] // 3, shape[rows] // 2, shape[rows]]
+        parts = [digest(values, [*box[:rows], (a, b), *box[rows + 1 :]]) for a, b in itertools.pairwise(cuts)]
+        assert sum(parts) % MODULUS == others[0], shape
 
 
-@IN_BOTH
-def test_a_file_cut_short_after_its_header_was_read_stops_the_run(root: Path, tmp_path: Path, layout: Layout) -> None:
+def test_a_file_cut_short_after_its_header_was_read_stops_the_run(root: Path, tmp_path: Path) -> None:
     base = read_base(damaged(root, tmp_path, lambda _: None))
     last = max((piece.stored for p in base.parameters for piece in p.pieces), key=lambda stored: stored.end)
     with (tmp_path / "model.safetensors").open("r+b") as opened:
         opened.truncate(last.end - 10)
     with pytest.raises(UserError, match=f"ends within '{last.key}'"):
-        load_base(base, layout)
+        load_base(base, ALONE)
 
 
 Pieces = tuple[Piece, ...]
@@ -359,14 +305,13 @@ FAULTS: dict[str, tuple[Callable[[Pieces], Pieces], str]] = {
 }
 
 
-@IN_BOTH
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_header_reader_is_detected(root: Path, layout: Layout, fault: str) -> None:
+def test_faulty_header_reader_is_detected(root: Path, fault: str) -> None:
     change, named = FAULTS[fault]
     base = read_base(root / "mixtral")
     parameters = (replace(p, pieces=change(p.pieces)) if p.name == STACK else p for p in base.parameters)
     with pytest.raises(UserError, match=named):
-        load_base(replace(base, parameters=tuple(parameters)), layout)
+        load_base(replace(base, parameters=tuple(parameters)), FP8)
 
 
 def write_hole(folder: Path, base: Base, name: str, start: int, length: int) -> None:
@@ -482,31 +427,19 @@ def test_zeros_that_are_meant_are_no_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a buffer that holds uninitialized memory", "`windlass train`", "is not what transformers computes")
-@pytest.mark.parametrize("value", [math.nan, 0.5])
-def test_a_buffer_of_other_values_stops_the_run(root: Path, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_a_buffer_of_other_values_stops_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ranks, one of which has another, are in load_ranks.py."""
     allocate = parallel.allocate
 
     def poison(model: Any, layout: Layout) -> None:
         allocate(model, layout)
-        model.get_buffer("model.rotary_emb.inv_freq")[1] = value
+        model.get_buffer("model.rotary_emb.inv_freq")[1] = 0.5
 
     base = read_base(root / "llama")
     assert load_base(base, ALONE)[1]["checked"]["buffers"] == 2
     monkeypatch.setattr(parallel, "allocate", poison)
     with pytest.raises(RunError, match=r"the buffer model\.rotary_emb\.inv_freq is not what transformers computes"):
         load_base(base, ALONE)
-
-
-def test_unfilled_parameters_are_reported(root: Path) -> None:
-    """Whatever the earlier lists say: loaded means read."""
-    base = read_base(root / "published")
-    model = parallel.build_model(base, ALONE, torch.bfloat16)
-    parallel.allocate(model, ALONE)
-    lost, *others = base.parameters
-    assert read_all(list_unique_tensors(model), replace(base, parameters=tuple(others)))[0] == [
-        f"{lost.name} was not read"
-    ]
 
 
 @IN_BOTH
@@ -540,23 +473,6 @@ def parts(targets: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in targets.items():
         if "layers.1." not in name:
             yield from ((name, one) for one in (tensor.data if tensor.ndim == 3 else [tensor.data]))
-
-
-def test_each_scale_is_compared(root: Path) -> None:
-    """All scales: a wrong block may be in rows that no sample hits."""
-    base = read_base(root / "blocks")
-    model, _ = load_base(base, FP8)
-    targets, in_fp8 = list_unique_tensors(model), list_quantized_params(model)
-    assert certificate.check_parameters(targets, base, 0, in_fp8)[0] == []
-    for name in [name for name in in_fp8 if "layers.1." not in name]:
-        scale = in_fp8[name].scale
-        for place in {(0,) * scale.ndim, tuple(size - 1 for size in scale.shape)}:
-            kept = scale[place].clone()
-            scale[place] = kept * (1 + 2**-20)
-            own = replace(base, parameters=tuple(p for p in base.parameters if p.name == name))
-            (wrong,) = certificate.check_parameters(targets, own, 0, in_fp8)[0]
-            assert name in wrong
-            scale[place] = kept
 
 
 def test_only_weights_stored_in_fp8_stay_in_fp8(root: Path, tmp_path: Path) -> None:
@@ -606,15 +522,6 @@ def test_the_certificate_accounts_for_everything(root: Path) -> None:
     assert {"parameters", "loaded", "unread", "checked", "ranks"} <= written.keys()
     assert model.config.name_or_path == str(root / "published")
     assert written["loaded"] == len(written["parameters"]) == len(list(model.parameters()))
-    by_name = {each["name"]: each for each in written["parameters"]}
-    source = {"file": "model.safetensors", "key": f"{EXPERTS}.gate_up_proj", "dtype": "F8_E4M3"}
-    assert by_name["model.layers.1.mlp.experts.gate_up_proj"] == {
-        "name": "model.layers.1.mlp.experts.gate_up_proj",
-        "shape": [8, 64, 64],
-        "part": "experts",
-        "dtype": "bfloat16",
-        "sources": [{**source, "scale": f"{EXPERTS}.gate_up_proj_scale_inv"}],
-    }
     sources = [source for each in written["parameters"] for source in each["sources"]]
     used = {source["key"] for source in sources} | {source["scale"] for source in sources if source["scale"]}
     unread = {each["key"] for each in written["unread"]}

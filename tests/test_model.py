@@ -1,10 +1,7 @@
 """Models against transformers' own: names and shapes of every family, stored tensors of every published layout."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from windlass import tiny
 from windlass.data.tokenize import open_tokenizer
 from windlass.errors import UserError
-from windlass.model import PARTS, Piece, find_base, find_published_base, read_base
+from windlass.model import PARTS, find_base, find_published_base, read_base
 from windlass.model.base import read_published_configs
 from windlass.model.config import describe
 from windlass.model.family import FAMILIES, WRAPPERS
@@ -48,12 +45,8 @@ SIZES: dict[str, dict[str, Any]] = {
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in SIZES),
     ("mistral4", {"first_k_dense_replace": 2}),
-    ("mistral4", {"q_lora_rank": None}),
     ("mistral4", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("mistral", {"head_dim": 12}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6, "tie_word_embeddings": True}),
-    ("qwen3", {"attention_bias": True}),
-    ("qwen3_moe", {"attention_bias": True}),
 ]
 
 
@@ -88,18 +81,13 @@ def test_names_and_shapes_equal_those_of_transformers(model_type: str, more: dic
 TOTALS = {
     "Mistral-Small-4-119B-2603": 118_972_826_624,
     "Mistral-7B-v0.1": 7_241_732_096,
-    "Mistral-7B-v0.3": 7_248_023_552,
-    "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
-    "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Llama-3.1-8B": 8_030_261_248,
-    "Llama-3.1-70B": 70_553_706_496,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-8B": 8_190_735_360,
     "phi-4": 14_659_507_200,
     "DeepSeek-V3": 671_026_419_200 - 58 * 256,  # but for the routers' corrections, which are no parameters
     "Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen3-235B-A22B": 235_093_634_560,
 }
 
 
@@ -117,38 +105,10 @@ def test_published_models_have_their_published_size() -> None:
     assert find_published_base("Mistral-Small-5") is None
 
 
-def test_mistral_small_4_is_the_default_of_transformers() -> None:
-    known = find_published_base("Mistral-Small-4-119B-2603")
-    assert known is not None
-    assert known.wrapper is not None
-    assert known.wrapper.architecture == "Mistral3ForConditionalGeneration"
-    assert known.quantization is not None
-    default = transformers.Mistral4Config().to_dict()
-    assert {key: value for key, value in known.config.items() if default[key] != value} == {}
-    by_part = {part: sum(p.count for p in known.parameters if p.part == part) for part in PARTS}
-    assert by_part == {
-        "embedding": 536_870_912,
-        "attention": 36 * (2 * 1024 * 4096 + 320 * 4096 + 6144 * 256 + 4096 * 4096),
-        "mlp": 0,
-        "shared_experts": 905_969_664,
-        "experts": 115_964_116_992,
-        "router": 18_874_368,
-        "norm": 36 * (1024 + 256 + 2 * 4096) + 4096,
-        "head": 536_870_912,
-    }
-
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "published": {"family": "mistral4", "both_layouts": True},
-    "published-sharded": {"family": "mistral4", "files": 5, "both_layouts": True},
-    "blocks": {"family": "mistral4", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
-    "plain": {"family": "mistral4", "wrapper": False, "quantization": "none"},
     "dense-first": {"family": "mistral4", "config": {"first_k_dense_replace": 1}},
-    "mistral-wrapped": {"family": "mistral", "wrapper": True, "quantization": "tensor"},
     "llama-tied": {"family": "llama", "tied": True, "files": 3},
-    "mixtral": {"family": "mixtral"},
-    "mixtral-fp8": {"family": "mixtral", "quantization": "tensor", "files": 2},
-    "qwen3_moe": {"family": "qwen3_moe", "files": 3},
     "qwen3_moe-blocks": {"family": "qwen3_moe", "quantization": "block128", "hidden": 192, "moe_intermediate": 160},
 }
 
@@ -159,58 +119,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny.write_model(root / name, tokenizer=False, **how) for name, how in LAYOUTS.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_stored_tensor_has_a_use_or_a_reason(folders: dict[str, Path], name: str) -> None:
-    folder = folders[name]
-    base = read_base(folder)
-    config = transformers.CONFIG_MAPPING[base.family.model_type].from_dict(dict(base.config))
-    wanted = shapes(config, base.family.causal_lm)
-    assert {parameter.name: parameter.shape for parameter in base.parameters} == wanted
-    assert base.total == sum(map(prod, wanted.values()))
-    assert (base.path, base.name, base.notes) == (folder, name, ())
-    pieces = [piece for parameter in base.parameters for piece in parameter.pieces]
-    unread = [stored.key for stored in base.unread]
-    on_disk = {key for file in folder.glob("model*.safetensors") for key in load_file(file)}
-    assert sorted(stored.key for stored in base.stored()) == sorted(on_disk)
-    assert all(key.endswith("activation_scale") or "vision" in key or "projector" in key for key in unread)
-    assert all((piece.stored.dtype == "F8_E4M3") == (piece.scale is not None) for piece in pieces)
-    assert any(piece.scale for piece in pieces) == (base.quantization is not None)
-
-
-def value(piece: Piece) -> torch.Tensor:
-    """Return the values of a piece without scale, read only by its offsets."""
-    stored = piece.stored
-    assert (stored.dtype, piece.scale) == ("BF16", None)
-    data = bytearray(stored.file.read_bytes()[stored.start : stored.end])
-    return torch.frombuffer(data, dtype=torch.bfloat16).reshape(stored.shape)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama-tied", "plain"])
-def test_pieces_equal_values_loaded_by_transformers(folders: dict[str, Path], name: str) -> None:
-    """Offsets of experts and halves, compared with the library's own loading."""
-    base = read_base(folders[name])
-    model = getattr(transformers, base.family.causal_lm).from_pretrained(folders[name], dtype=torch.bfloat16)
-    truth = model.state_dict()
-    for parameter in base.parameters:
-        assembled = torch.full(parameter.shape, float("nan"), dtype=torch.bfloat16)
-        for piece in parameter.pieces:
-            part = value(piece)
-            outer = len(parameter.shape) - part.ndim
-            spot = assembled[piece.offset[0]] if outer else assembled
-            for axis, (start, size) in enumerate(zip(piece.offset[outer:], part.shape, strict=True)):
-                spot = spot.narrow(axis, start, size)
-            spot.copy_(part)
-        assert torch.equal(assembled, truth[parameter.name]), parameter.name
-
-
 def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> None:
     base = read_base(folders["published"])
     assert (base.wrapper, base.family) == (WRAPPERS["mistral3"], FAMILIES["mistral4"])
-    assert base.config["model_type"] == "mistral4"
-    (experts,) = (p for p in base.parameters if p.name == "model.layers.1.mlp.experts.down_proj")
-    assert experts.pieces[0].stored.key == "language_model.model.layers.1.mlp.experts.down_proj"
-    assert experts.pieces[0].scale is not None
-    assert experts.pieces[0].scale.shape == (8, 1, 1)
     assert "mlp" in {parameter.part for parameter in read_base(folders["dense-first"]).parameters}
     # Some dense layers, which the row of this family does not know: transformers is asked.
     dense = read_base(
@@ -225,9 +136,6 @@ def test_wrapper_scales_and_names(folders: dict[str, Path], tmp_path: Path) -> N
     fused = [p for p in blocks.parameters if p.part == "experts"]
     assert {len(p.pieces) for p in fused} == {8, 16}
     assert fused[0].pieces[1].offset == (0, 160, 0)
-    for wrapper, row in WRAPPERS.items():
-        assert transformers.CONFIG_MAPPING[wrapper].model_type == wrapper
-        assert hasattr(transformers, row.architecture)
     # The hub's cache has the model under a hash.
     snapshots = tmp_path / "models--mistralai--Mistral-7B-v0.1" / "snapshots"
     snapshots.mkdir(parents=True)
@@ -268,14 +176,6 @@ def test_newer_spellings_and_fused_experts_are_read_too(folders: dict[str, Path]
 
 
 def test_tied_heads(folders: dict[str, Path], tmp_path: Path) -> None:
-    stored_too = tiny.write_model(tmp_path / "stored", "llama", tied=True, tokenizer=False)
-    stored = load_file(stored_too / "model.safetensors")
-    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    save_file(stored, stored_too / "model.safetensors")
-    base, reason = read_base(stored_too), "config.json ties the head to the embedding"
-    assert {each.key: why for each, why in base.unread.items()} == {"lm_head.weight": reason}
-    assert base.notes == (f"lm_head.weight is stored and not read: {reason}",)
-
     head = "language_model.lm_head.weight"
     by_wrapper = rewrite(folders["published"], tmp_path / "tied", lambda key: None if key == head else key)
     with pytest.raises(UserError, match=r"missing weights \(1\): lm_head\.weight"):
@@ -299,10 +199,7 @@ def test_known_models_are_found_without_weights_and_unknown_ones_refused() -> No
     for name, message in (
         ("/data/Mistral-Small-4-119B", "nearest known: Mistral-Small-4-119B-2603"),
         ("Qwen/Qwen3-30B-A3", "nearest known: Qwen3-30B-A3B"),
-        ("zzz", "; known: Mistral-Small-4-119B-2603"),
-        ("", "folder"),
         ("~no-such-user-here/x", "can't be opened"),
-        ("a" * 5000, "can't be opened"),
         ("a\0b", "no published model of that name"),
         (__file__, "the folder can't be read: Not a directory"),
     ):
@@ -352,10 +249,9 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path, monk
 
 
 @pytest.mark.fault("a model folder without a tokenizer", "`windlass check`", "transformers makes one of")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path: Path, family: str) -> None:
+def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path: Path) -> None:
     """transformers makes one for families whose tokenizer class needs no file."""
-    folder = tiny.write_family(tmp_path / family, family, layers=1)
+    folder = tiny.write_family(tmp_path / "qwen3", "qwen3", layers=1)
     model = Model.model_validate({"model_name_or_path": str(folder)})
     with refused("no-tokenizer", "model.model_name_or_path") as problems:
         open_tokenizer(read_base(folder), model, str)
@@ -382,72 +278,3 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     (folder / "config.json").write_text(text)
     alone = Layout("resident", "test", 1, 1, shard=1, precision="no")
     assert load_base(read_base(folder), alone)[0].config.time_step_limit == (0.0, float("inf"))
-
-
-MEASURE = """
-import re, sys, time
-from pathlib import Path
-from windlass.model import read_base
-took = []
-for _ in range(5):
-    started = time.perf_counter()
-    base = read_base(Path(sys.argv[1]))
-    took.append(time.perf_counter() - started)
-# Not ru_maxrss, which a process inherits from the one that started it.
-mib = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-print(min(took), mib, base.total, int("torch" in sys.modules or "pydantic" in sys.modules))
-"""
-
-
-def write_sparse_base(folder: Path) -> int:
-    """Write Mistral Small 4 as published (wrapper, FP8, 48 files) in sparse files; return their nominal bytes."""
-    model = find_published_base("Mistral-Small-4-119B-2603")
-    assert model is not None
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
-    for parameter in model.parameters:
-        key = f"language_model.{parameter.name}"
-        quantized = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
-        tensors[key] = ("F8_E4M3" if quantized else "BF16", parameter.shape)
-        if quantized and parameter.part == "experts":
-            tensors[f"{key}_scale_inv"] = ("BF16", (parameter.shape[0], 1, 1))
-            tensors[f"{key}_activation_scale"] = ("BF16", (parameter.shape[0],))
-        elif quantized:
-            tensors[f"{key}_scale_inv"] = ("BF16", ())
-            tensors[f"{key.removesuffix('weight')}activation_scale"] = ("BF16", ())
-    config: dict[str, Any] = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
-    config |= {"text_config": model.config, "vision_config": {"model_type": "pixtral"}, "tie_word_embeddings": False}
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    index = {}
-    total = 0
-    for shard in range(48):
-        name = f"model-{shard + 1:05}-of-00048.safetensors"
-        header = {}
-        end = 0
-        for key in list(tensors)[shard::48]:
-            dtype, shape = tensors[key]
-            start = end
-            end += prod(shape) * (1 if dtype == "F8_E4M3" else 2)
-            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
-            index[key] = name
-        text = json.dumps(header).encode()
-        with (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-        total += end
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return total
-
-
-def test_119b_headers_are_read_quickly_in_little_memory(tmp_path: Path) -> None:
-    assert write_sparse_base(tmp_path) > 119e9
-    taken = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
-    if taken > 2**26:
-        pytest.skip("this file system has no sparse files")
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    seconds, mib, parameters, heavy = map(float, done.stdout.split())
-    assert parameters == 118_972_826_624
-    assert seconds < 0.3
-    assert mib < 60
-    assert not heavy

@@ -18,13 +18,11 @@ from windlass import tiny
 from windlass.errors import UserError
 from windlass.model import read_base
 from windlass.model.config import describe
-from windlass.model.files import read_header
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD, ONES = "model-00001-of-00003.safetensors", torch.ones
 NORM = "language_model.model.norm.weight"
 DOWN = "language_model.model.layers.1.mlp.experts.down_proj"
-ROWS = "language_model.model.layers.1.self_attn.o_proj.weight_scale_inv"
 W = "model.layers.0.block_sparse_moe.experts"
 Damage = Callable[[Path], Any]
 
@@ -148,21 +146,15 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "config is no JSON": (write(CONFIG, b"{"), "config.json: it is not JSON"),
     "config is a list": (write(CONFIG, b"[1]"), "config.json: it is JSON, but not an object"),
     "config says it twice": (write(CONFIG, b'{"a": 1, "a": 2}'), "not JSON: the key 'a' is there twice"),
-    "config is a pointer": (write(CONFIG, b"version https://git-lfs.github.com/spec/v1"), "hint: it is a Git LFS"),
     "no model type": (outer(model_type=None), "config.json: it has no model_type"),
-    "model type is a number": (outer(model_type=4), "unknown model type 4"),
     "no text_config": (outer(text_config=None), "text_config: it has no model_type"),
-    "text_config is a list": (outer(text_config=[1]), r"text_config is \[1\], not the language model's config"),
-    "unknown family": (text(model_type="mistral5"), r"unknown model type 'mistral5'\n\nhint: transformers \d"),
     "unlike any family": (text(model_type="gpt2"), "FSDP plan does not name its layers"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
-    "zero layers": (text(num_hidden_layers=0), "num_hidden_layers is 0"),
     "true": (text(hidden_size=True), "hidden_size is True"),
     "enormous": (text(num_hidden_layers=10**9), "num_hidden_layers is 1000000000\n\nhint: a whole number from 1 to"),
     "missing size": (text(kv_lora_rank=...), "kv_lora_rank is missing"),
     "flag": (text(attention_bias="no"), "attention_bias is 'no'\n\nhint: true or false"),
     "heads": (text(num_key_value_heads=3), "4 attention heads can't share 3 heads of keys and values"),
-    "positions of a name": (text(rope_scaling="linear"), "rope_scaling is 'linear', not a table"),
     "positions of no kind": (text(rope_parameters={"rope_type": "x"}), "rope_parameters has the rope_type 'x'"),
     "positions without factor": (text(rope_parameters={"type": "yarn"}), "factor is missing, which yarn needs"),
     "positions of a word": (text(rope_scaling={"type": "linear", "factor": "2"}), "rope_scaling.factor is '2', which"),
@@ -178,26 +170,15 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     ),
     # the header
     "header beyond the file": (length(10**9), r"model\.safetensors: its header is not a safetensors header"),
-    "header cut short": (length(40), "its header is not a safetensors header: JSONDecodeError"),
     "a pointer": (write(FILE, b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
-    "header says it twice": (
-        write(FILE, struct.pack("<Q", 16) + b'{"a": 1, "a": 2}'),
-        "not a safetensors header: ValueError: the key 'a' is there twice",
-    ),
-    "not a table": (write(FILE, struct.pack("<Q", 3) + b"[1]"), "its header is not a safetensors header: TypeError"),
     "truncated": (cut, r"model\.safetensors: it is truncated: \d+ of \d+ bytes, \d+ tensors lost from '"),
     "longer": (lambda f: write(FILE, (f / FILE).read_bytes() + b"abc")(f), "the last 3 bytes belong to no tensor"),
     "overlapping": (header(partial(shift, first=1, by=-1)), r"starts at byte \d+, not \d+"),
     "offsets too short": (entry(data_offsets=[0, 1]), "has 1 bytes, which is not its shape's size"),
     "negative offsets": (entry(data_offsets=[-8, 0]), "has an impossible shape or offset"),
-    "no offsets": (header(lambda entries: entries[0].pop("data_offsets")), "KeyError: 'data_offsets'"),
-    "shape is true": (entry(shape=[True]), "has an impossible shape or offset"),
     "unknown dtype": (entry(dtype="BF17"), "KeyError: 'BF17'"),
     # what it holds
-    "missing": (tensors(lambda t: t.pop(NORM)), r"missing weights \(1\): model.norm.weight"),
     "wrong shape": (put(NORM, ONES(32)), r"weights of another shape .* \(1\): .*\.norm\.weight is \[32\], not \[64\]"),
-    "a layer more": (text(num_hidden_layers=3), r"missing weights \(\d+\): model\.layers\.2\..* and \d+ more"),
-    "unknown": (put("language_model.extra", ONES(1)), r"unknown tensors.* \(1\): language_model\.extra"),
     "prefix": (
         rename("language_model.", "text_decoder."),
         r"(?s)missing weights \(33\): model\.embed_tokens.*unknown tensors.*: text_decoder\.",
@@ -208,27 +189,19 @@ SINGLE: dict[str, tuple[Damage, str]] = {
         put(f"{DOWN}_scale_inv", ONES(7, 1, 1)),
         r"scales that do not fit .* \(1\): .*down_proj_scale_inv is F32 \[7, 1, 1\] for F8_E4M3 \[8, 64, 32\]",
     ),
-    "a scale for each row": (
-        put(ROWS, ONES(64, 1)),
-        r"scales that do not fit .* \(1\): .*o_proj\.weight_scale_inv is F32 \[64, 1\] for F8_E4M3 \[64, 64\]",
-    ),
     "scale of whole numbers": (put(f"{DOWN}_scale_inv", ONES(8, 1, 1, dtype=torch.int32)), "scale_inv is I32"),
-    "scale of 16-bit weights": (put(DOWN, ONES(8, 64, 32)), r"down_proj_scale_inv is BF16 \[8, 1, 1\] for F32"),
     "whole numbers": (put(NORM, ONES(64, dtype=torch.int8)), r"unknown dtype \(1\): .*norm\.weight is I8"),
 }  # fmt: skip
 SHARDED: dict[str, tuple[Damage, str]] = {
-    "shard missing": (remove(SHARD), r"names 3 files, 1 of them are missing: model-00001.*\n\nhint: the download"),
     "every shard is truncated": (cut, r"(?s)00001-of.*truncated.*00002-of.*truncated.*00003-of.*truncated"),
     "another folder": (mapped(lambda m: m.update({NORM: "../x.safetensors"})), r"not a file of this folder: \.\./x"),
     "file is a list": (mapped(lambda m: m.update({NORM: [SHARD]})), "1 of them are missing"),
     "index of more": (mapped(lambda m: m.update({"more": SHARD})), rf"disagree .* \(1\): more in {SHARD}"),
-    "index of less": (mapped(lambda m: m.pop(NORM)), rf"disagree .* \(1\): {NORM} in"),
-    "index of another shard": (mapped(lambda m: m.update(dict.fromkeys(list(m), SHARD))), r"disagree .* \(\d+\)"),
     "a tensor in two shards": (
         lambda f: save_file(load_file(f / SHARD) | {NORM: ONES(64)}, f / SHARD),
         rf"disagree .* \(1\): {NORM} in {SHARD}",
     ),
-    "index says it twice": (write(INDEX, b'{"weight_map": {"a": "b", "a": "c"}}'), "JSON: the key 'a' is there twice"),
+    "index of less": (mapped(lambda m: m.pop(NORM)), rf"disagree .* \(1\): {NORM} in"),
     "no map": (edit_json(INDEX, lambda index: index.pop("weight_map")), "it has no weight_map"),
 }  # fmt: skip
 MIXTRAL: dict[str, tuple[Damage, str]] = {
@@ -236,7 +209,6 @@ MIXTRAL: dict[str, tuple[Damage, str]] = {
         tensors(lambda t: t.pop(f"{W}.5.w3.weight")),
         r"missing .* \(1\): model\.layers\.0\.block_sparse_moe\.experts\.5\.w3\.weight",
     ),
-    "an expert too many": (put(f"{W}.8.w3.weight", ONES(32, 64)), r"unknown .* \(1\): .*experts\.8\.w3\.weight"),
     "all missing": (rename(".w2.", ".w4."), r"missing weights \(2\): model\.layers\.0\.mlp\.experts\.down_proj"),
 }
 CASES = [(layout, fault) for layout in ("SINGLE", "SHARDED", "MIXTRAL") for fault in globals()[layout]]
@@ -270,7 +242,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=6,
 )
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
@@ -286,30 +258,6 @@ def test_random_configs_are_refused_or_described(originals: dict[str, Path], dat
     except UserError as error:
         places = [problem.where for problem in error.problems]
     assert all(place.startswith(CONFIG) for place in places)
-
-
-@QUICK
-@given(data=st.data(), entries=st.dictionaries(st.text(max_size=6), JSON, max_size=4), body=st.binary(max_size=40))
-def test_random_headers_are_refused_or_read(
-    originals: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    data: st.DataObject,
-    entries: dict[str, Any],
-    body: bytes,
-) -> None:
-    changed = bytearray((originals["mixtral"] / FILE).read_bytes()[:600])
-    for _ in range(data.draw(st.integers(1, 6))):
-        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    table = json.dumps(entries).encode()
-    for content in (changed[: data.draw(st.integers(0, 600))], struct.pack("<Q", len(table)) + table + body):
-        file = tmp_path_factory.getbasetemp() / "any.safetensors"
-        file.write_bytes(content)
-        place = str(file)
-        try:
-            assert all(8 <= each.start <= each.end <= len(content) for each in read_header(file).values())
-        except UserError as error:
-            place = error.problems[0].where
-        assert place == str(file)
 
 
 def test_folder_with_only_config_json_is_planned(originals: dict[str, Path], tmp_path: Path) -> None:

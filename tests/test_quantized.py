@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_experts import live, same, step
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import windlass.settings
 from windlass import tiny
@@ -89,27 +85,6 @@ def test_dequantize_is_one_operator_for_compilers_and_fake_tensors(kind: str) ->
         torch.library.opcheck(torch.ops.windlass.dequantize.default, given)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_split_experts_have_the_scales_of_their_rank(rank: int) -> None:
-    # A cached operation of an earlier test would put its mesh, whose groups are gone, in the place of this equal one.
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        experts = nn.Module()
-        coding = StoredFormat(E4M3, (4, 4), torch.float32)
-        quantized.to_quantized_param(experts, "down_proj", torch.empty(6, 8, 16), coding)
-        own_codes = experts.get_parameter("down_proj").detach()[:3]
-        split = DTensor.from_local(own_codes, mesh, [Shard(0)])
-        experts.down_proj = nn.Parameter(split, requires_grad=False)
-        (parameter,) = quantized.list_quantized_params(nn.ModuleDict({"experts": experts})).values()
-    finally:
-        dist.destroy_process_group()
-    assert parameter.first == 3 * rank
-    assert parameter.scale.shape == (3, 2, 4)
-    assert experts.get_buffer("down_proj_scale") is parameter.scale
-
-
 def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, nn.Linear]:
     """Return the same layer twice: in FP8, and in `dtype`."""
     form = StoredFormat(E4M3, (16, 16), dtype)
@@ -153,16 +128,24 @@ SHAPE = (5, 40, 48)
 OFFSETS = torch.tensor([3, 3, 10, 12, 12], dtype=torch.int32)  # of five experts two have no token
 
 
-def experts(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """Return five experts with ragged blocks twice: in FP8, and in `dtype`."""
-    form = StoredFormat(E4M3, (16, 32), dtype)
-    in_fp8, plain = nn.Module(), nn.Module()
-    quantized.to_quantized_param(in_fp8, "gate_up_proj", torch.empty(SHAPE), form)
-    codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
-    in_fp8.get_parameter("gate_up_proj").copy_(codes)
-    in_fp8.get_buffer("gate_up_proj_scale").copy_(scale)
-    plain.gate_up_proj = nn.Parameter(truth(codes, scale, form.block, dtype), requires_grad=False)
-    return in_fp8, plain
+def experts(dtype: torch.dtype, kind: str = "") -> tuple[nn.Module, nn.Module]:
+    """Return five experts twice: in FP8 with ragged blocks, or in 4 bits, and in `dtype`."""
+    stored, plain = nn.Module(), nn.Module()
+    if kind:
+        form = StoredFormat(torch.uint8, (1, 64), dtype, kind, SHAPE[-1])
+        quantized.to_quantized_param(stored, "gate_up_proj", torch.empty(SHAPE), form)
+        weight = stored.get_parameter("gate_up_proj").data
+        four_bits.quantize(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), kind, weight)
+        true = dequantize(*form.parts(weight, torch.empty(0)), form, dtype)
+    else:
+        form = StoredFormat(E4M3, (16, 32), dtype)
+        quantized.to_quantized_param(stored, "gate_up_proj", torch.empty(SHAPE), form)
+        codes, scale = random_codes(*SHAPE), random_scale(5, 3, 2)
+        stored.get_parameter("gate_up_proj").copy_(codes)
+        stored.get_buffer("gate_up_proj_scale").copy_(scale)
+        true = truth(codes, scale, form.block, dtype)
+    plain.gate_up_proj = nn.Parameter(true, requires_grad=False)
+    return stored, plain
 
 
 @pytest.fixture
@@ -172,20 +155,21 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windlass.settings, "DEQUANTIZED_BYTES", 5 * 48 * 2 * 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, ""), (torch.float32, ""), (torch.float32, "nf4")])
 @pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
 def test_grouped_products_equal_16_bit_ones(
-    dtype: torch.dtype, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, kind: str, way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "expert_products", getattr(products, way))
     found = []
-    for module in experts(dtype):
+    for module in experts(dtype, kind):
         x = torch.randn(12, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
         y = grouped_linear(x, module, "gate_up_proj", OFFSETS)
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
     for one, other in zip(*found, strict=True):
         # A matrix product of another width may add up in another order.
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if way == "multiply_all" else 0)
+        size = float(other.abs().max()) if kind else 1.0
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * size if way == "multiply_all" else 0)
     if dtype == torch.bfloat16:  # wide inputs, as of a norm under autocast, are multiplied in the weights' dtype
         one, other = (
             grouped_linear(torch.randn(12, 48).fill_(0.3), m, "gate_up_proj", OFFSETS) for m in experts(dtype)
@@ -243,7 +227,7 @@ from windlass.weights import dequantize_kernel
 from windlass.weights.dequantize_kernel import dequantize_fp8
 dice = torch.Generator().manual_seed(0)
 every = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
+for dtype in (torch.float32, torch.bfloat16):
     for bits in (True, False):
         dequantize_kernel.has_float8 = lambda device: not bits
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2)[: 1 + bits]:  # all codes, with a GPU's float8 and without
@@ -251,7 +235,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
             number = ~wanted.float().isnan()  # the interpreter's own float8 has other NaN
             assert torch.equal(found[number], wanted.to(dtype)[number]), (kind, bits)
             assert not bits or found[~number].isnan().all(), kind
-    for sides in ((40, 1100), (16, 128), (7, 5)):
+    for sides in ((16, 128), (7, 5)):
         codes = torch.randint(0, 256, (3, 40, 1100), dtype=torch.uint8, generator=dice)
         codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
         shape = 3, math.ceil(40 / sides[0]), math.ceil(1100 / sides[1])
@@ -261,7 +245,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         down, across = torch.arange(40) // sides[0], torch.arange(1100) // sides[1]
         numbers = codes.view(torch.float8_e4m3fn).double()
         wanted = (numbers * scale[:, down][..., across].double()).float().to(dtype)
-        for top, bottom, left, right in ((0, 40, 0, 1100), (3, 37, 5, 999), (0, 40, 128, 256), (5, 5, 0, 10)):
+        for top, bottom, left, right in ((3, 37, 5, 999), (5, 5, 0, 10)):
             part = slice(None), slice(top, bottom), slice(left, right)
             found = dequantize_fp8(codes[part], scale, torch.float8_e4m3fn, sides, dtype, (top, left))
             assert torch.equal(found, wanted[part]), (dtype, sides, part)
@@ -285,7 +269,7 @@ values = torch.randn(3, 41, 1100, generator=torch.Generator().manual_seed(0)).bf
 four_bits.quantize(values, "nf4", rows)
 codes, scale = four_bits.split_rows(rows, 1100)
 wanted = four_bits.decode_codes(codes, scale, 64, "nf4")
-for top, bottom, left, right in ((0, 41, 0, 1100), (3, 37, 128, 998), (5, 5, 0, 128)):
+for top, bottom, left, right in ((3, 37, 128, 998), (5, 5, 0, 128)):
     part = codes[:, top:bottom, left // 2:right // 2]
     found = dequantize_four_bits(part, scale[:, top:bottom], None, table, 64, torch.float32, left)
     assert torch.equal(found, wanted[:, top:bottom, left:right]), (top, left)
@@ -300,20 +284,17 @@ for kind, side, dtype in (("mxfp4", 32, torch.bfloat16), ("nf4", 64, torch.float
     units = torch.tensor(FOUR_BITS[kind].numbers)[torch.stack([codes >> 4, codes & 15], -1).flatten(-2).long()]
     wanted = units * scale.float().repeat_interleave(side, -1)
     assert torch.equal(four_bits.decode_codes(codes, scale, side, kind), wanted), kind
-    for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
-        part, table = codes[:, top:bottom, left // 2:right // 2], four_bits.code_table(kind, codes.device)
-        found = dequantize_four_bits(part, scale[:, top:bottom], None, table, side, torch.float32, left)
-        assert torch.equal(found.view(torch.int32), wanted[:, top:bottom, left:right].view(torch.int32)), (kind, top)
+    part, table = codes[:, 3:37, 64:999], four_bits.code_table(kind, codes.device)
+    found = dequantize_four_bits(part, scale[:, 3:37], None, table, side, torch.float32, 128)
+    assert torch.equal(found.view(torch.int32), wanted[:, 3:37, 128:1998].view(torch.int32)), kind
 for kind, side, dtype in (("nvfp4", 16, torch.uint8), ("int4", 32, torch.float16), ("uint4", 64, torch.bfloat16)):
     behind = four_bits.make_behind(torch.rand(2, 41, 2112 // side, generator=dice) + 0.1, kind, dtype)
     codes = torch.randint(0, 256, (2, 41, 1056), dtype=torch.uint8, generator=dice)
     wanted, table = four_bits.decode_codes(codes, behind, side, kind), four_bits.code_table(kind, codes.device)
-    for top, bottom, left, right in ((0, 41, 0, 2112), (3, 37, 128, 1998)):
-        part = codes[:, top:bottom, left // 2:right // 2]
-        scale, zeros, left = four_bits.read_scales(behind, kind, side, (top, left, bottom - top, right - left))
-        assert (zeros is None) == (kind != "uint4")
-        found = dequantize_four_bits(part, scale, zeros, table, side, torch.float32, left)
-        assert torch.equal(found, wanted[:, top:bottom, right - found.shape[-1] : right]), (kind, top)
+    scale, zeros, left = four_bits.read_scales(behind, kind, side, (3, 128, 34, 1870))
+    assert (zeros is None) == (kind != "uint4")
+    found = dequantize_four_bits(codes[:, 3:37, 64:999], scale, zeros, table, side, torch.float32, left)
+    assert torch.equal(found, wanted[:, 3:37, 128:1998]), kind
 """
 COMPILED = """
 import triton
@@ -323,7 +304,7 @@ from windlass.weights import dequantize_kernel as kernel
 tiles = {"high": kernel.ROWS, "wide": kernel.COLUMNS}
 pointers = {"codes": "*u8", "scale": "*fp32", "table": "*fp32", "values": "*bf16"}
 strides = ("expert_stride", "row_stride", "rows", "columns")
-for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64), (100, (0,), 32)):
+for architecture, exponents, side in ((80, (4, 5), 32), (90, (0, 0), 64)):
     scales = ("*bf16", "*fp32")[: 1 + (side == 64)]
     versions = [
         (kernel._four_bits_kernel, {"side": side, "shifted": shifted}, {"scale": scale, "zeros": scale})
@@ -406,10 +387,9 @@ def test_adapter_equals_one_trained_on_16_bits(published: Base, monkeypatch: pyt
             adapted(published, base_dtype, use_dora=True)
 
 
-@pytest.mark.parametrize("base_dtype", ["fp8", "nf4"])
-def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base, base_dtype: str) -> None:
+def test_fused_adapters_have_the_gradients_of_separate_ones(published: Base) -> None:
     """A GPU's code path, forced on a CPU."""
-    layout = Layout("resident", "test", 1, 1, shard=1, base_dtype=base_dtype)
+    layout = Layout("resident", "test", 1, 1, shard=1, base_dtype="fp8")
     lora = Lora.model_validate({"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "experts": {"r": 2}})
     base = load_base(published, layout, dtype=torch.float32)[0]
     model = live(attach_adapter(base, lora, resolve_adapter(lora, published, lambda key: key), seed=1), 0.05)
@@ -447,23 +427,6 @@ def test_nf4_equals_bitsandbytes() -> None:
     assert scale.flatten().tolist() == GOLDEN_SCALES
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nf4_equals_bitsandbytes_on_random_numbers(dtype: torch.dtype) -> None:
-    theirs = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed: pip install it")
-    dice = torch.Generator().manual_seed(0)
-    values = (torch.randn(40, 192, generator=dice) * torch.rand(40, 1, generator=dice)).to(dtype)
-    values[3] = 0
-    packed, state = theirs.quantize_4bit(values, blocksize=64, quant_type="nf4")
-    codes, scale = four_bits.encode_rows(values.float(), "nf4")
-    assert torch.equal(codes[..., ::2] << 4 | codes[..., 1::2], packed.view(40, 96))
-    assert torch.equal(scale.flatten(), state.absmax)
-    if dtype == torch.bfloat16:  # whose scales 16 bits hold exactly: the numbers, too
-        rows = torch.empty(40, four_bits.row_bytes(192, 64), dtype=torch.uint8)
-        four_bits.quantize(values.float(), "nf4", rows)
-        decoded = four_bits.decode_codes(*four_bits.split_rows(rows, 192), 64, "nf4")
-        assert torch.equal(decoded.to(dtype), theirs.dequantize_4bit(packed, state))
-
-
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_4_bit_codes_are_nearest_and_any_part_decodes_equally(data: st.DataObject) -> None:
@@ -496,24 +459,3 @@ def test_4_bit_errors_equal_the_plans() -> None:
         changed, size = four_bits.quantize(values, kind, rows).tolist()
         assert math.sqrt(changed / size) == pytest.approx(four.error, abs=5e-4)
         assert rows.numel() / values.numel() == four.bytes
-
-
-@pytest.mark.parametrize("way", ["multiply_one_by_one", "multiply_all"])
-def test_grouped_4_bit_products_equal_dequantized_ones(
-    way: str, small_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "expert_products", getattr(products, way))
-    coding = StoredFormat(torch.uint8, (1, 64), torch.float32, "nf4", SHAPE[-1])
-    module, plain = nn.Module(), nn.Module()
-    quantized.to_quantized_param(module, "gate_up_proj", torch.empty(SHAPE), coding)
-    weight = module.get_parameter("gate_up_proj")
-    four_bits.quantize(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)), "nf4", weight.data)
-    true = dequantize(*coding.parts(weight.data, torch.empty(0)), coding, torch.float32)
-    plain.gate_up_proj = nn.Parameter(true, requires_grad=False)
-    found = []
-    for each in (module, plain):
-        x = torch.randn(12, 48, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        y = grouped_linear(x, each, "gate_up_proj", OFFSETS)
-        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * float(other.abs().max()))

@@ -20,7 +20,6 @@ from windlass.train.lora import make_peft_config
 
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ROUTED = ("mistral4", "mixtral", "qwen3_moe")
-DENSE = [name for name in SIZES if name not in ROUTED]
 REMAPPED = ("mixtral", "qwen3_moe")  # PEFT changes targets of its own accord here, exact names excepted
 
 
@@ -88,15 +87,14 @@ AGREE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "all-linear": (SIZES, {"target_modules": "all-linear"}, {"target_modules": "all-linear"}),
     "all": (ROUTED, {"target_modules": "all"}, {"target_modules": "all-linear", **EXPERTS}),
     "all of a dense model": (["llama"], {"target_modules": "all"}, {"target_modules": "all-linear"}),
-    "dora": (SIZES, {**O_PROJ, "use_dora": True}, {**O_PROJ, "use_dora": True}),
+    "dora": (["mistral", "mistral4"], {**O_PROJ, "use_dora": True}, {**O_PROJ, "use_dora": True}),
     "both experts": (ROUTED, {**O_PROJ, "experts": {"targets": ["gate_up_proj", "down_proj"]}}, {**O_PROJ, **EXPERTS}),
-    "down of experts": (
-        ROUTED,
-        {**O_PROJ, "experts": {"targets": ["down_proj"]}},
-        {**O_PROJ, "target_parameters": ["mlp.experts.down_proj"]},
+    "ranks by pattern": (["llama"], same := {"target_modules": TWO, **RANKS}, same),
+    "two layers": (
+        ["mistral", "mistral4"],
+        {**O_PROJ, "layers_to_transform": [0, 2]},
+        {**O_PROJ, "layers_to_transform": [0, 2]},
     ),
-    "ranks by pattern": (DENSE, same := {"target_modules": TWO, **RANKS}, same),
-    "two layers": (SIZES, {**O_PROJ, "layers_to_transform": [0, 2]}, {**O_PROJ, "layers_to_transform": [0, 2]}),
     "experts of one layer": (
         ROUTED,
         {**O_PROJ, "experts": True, "layers_to_transform": 1},
@@ -108,11 +106,11 @@ AGREE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "experts of their own rank": (ROUTED, {**O_PROJ, "experts": {"r": 2}}, {**O_PROJ, **EXPERTS, **OWN_RANK}),
     **{
-        f"expression {pattern}": (SIZES, {"target_modules": pattern}, {"target_modules": pattern})
+        f"expression {pattern}": (["llama", "mistral4"], {"target_modules": pattern}, {"target_modules": pattern})
         for pattern in (r".*\.self_attn\..*proj.*", r"model\.layers\.[02]\..*o_proj")
     },
     **{
-        f"{', '.join(names)}, bias {bias}": (DENSE, same := {"target_modules": names, "bias": bias}, same)
+        f"{', '.join(names)}, bias {bias}": (["llama"], same := {"target_modules": names, "bias": bias}, same)
         for names, bias in zip(NAMES, ("none", "all", "lora_only"), strict=True)
     },
 }
@@ -143,17 +141,6 @@ def test_patterns_give_pefts_values_and_scales() -> None:
     assert scales == expected
     assert {scale["default"] for scale in scales.values()} == {7 / 5, 7 / 3, 6 / 1}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
-
-
-@pytest.mark.parametrize("model_type", SIZES)
-def test_all_linear_excludes_only_the_head(model_type: str) -> None:
-    config, base = small_base(model_type)
-    with torch.device("meta"):
-        model = getattr(transformers, base.family.causal_lm)(config)
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    adapter = own(base, target_modules="all-linear")
-    assert set(adapter.target_modules) <= linear
-    assert linear - set(adapter.target_modules) <= {"lm_head"}
 
 
 def test_latent_attention_translates_the_usual_names() -> None:
@@ -195,8 +182,6 @@ def test_mistral_small_4_by_the_baseline_recipe() -> None:
 # family, expression -> what the warnings say, in order; nothing where it reaches what its words suggest
 MEANT: list[tuple[str, str, list[str]]] = [
     ("mistral", r".*\.self_attn\.(q|k|v|o)_proj", []),
-    ("mistral", r"(?i).*(q_proj|v_proj)", []),
-    ("mistral", r".*\.o_proj", []),  # named in full
     ("mistral", r"model\.layers\.[02]\..*o_proj", []),  # layers by their numbers
     ("mistral", r".*(self_attn|mlp).*", []),
     ("qwen3_moe", r".*(self_attn|mlp).*", ["nothing matches its 'mlp'"]),  # routed experts are no modules
@@ -204,12 +189,6 @@ MEANT: list[tuple[str, str, list[str]]] = [
         "mistral4",
         r".*\.self_attn\.(q|k|v|o)_proj",
         ["reaches o_proj of self_attn, not q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj; nothing "],
-    ),
-    ("mistral4", r".*attn\.[qkvo]_proj", ["reaches o_proj of self_attn, not q_a_proj"]),
-    (
-        "mistral4",
-        r".*(q_proj|o_proj)",
-        ["kv_b_proj; nothing matches its 'q_proj'"],
     ),
     ("mistral", r".*self_attn.*|.*feed_forward.*", ["nothing matches its '.*feed_forward.*'"]),
     ("deep", r"model\.layers\.\d\.self_attn\.[a-z]_proj", [
@@ -252,24 +231,14 @@ def test_dtype_bytes_and_notes() -> None:
 # model type, settings, code, and the hint of each error
 WRONG: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("mistral", {"target_modules": ["q_prj"]}, "no-match", ["nearest: q_proj"]),
-    (
-        *("mistral", {"target_modules": ["q_proj", "wq", "query_key_value"]}, "no-match"),
-        ["q_proj", "known: q_proj, k_proj"],
-    ),
-    ("mistral", {"target_modules": ["proj"]}, "no-match", ["q_proj"]),
     ("mistral", {"target_modules": ["all-linear"]}, "no-match", ["without a list"]),
     ("mistral", {"target_modules": "q_proj"}, "no-match", ["full names"]),
-    ("mistral", {"target_modules": ["embed_tokens"]}, "no-match", ["known: q_proj"]),
-    ("mistral", {"target_modules": ["input_layernorm"]}, "no-match", ["known"]),
     ("mistral", {"target_modules": ["q_proj", "lm_head"]}, "adapted-head", ["leave it out"]),
-    ("qwen3", {"target_modules": ".*(o_proj|lm_head)"}, "adapted-head", ["leave it out"]),
     ("llama, tied", {"target_modules": ["lm_head"]}, "no-match", ["this model's head is its embedding"]),
     ("qwen3_moe", {"target_modules": ["gate"]}, "no-match", ["known"]),
     ("qwen3_moe", {"target_modules": ["down_proj"]}, "no-match", ["adapt them with lora.experts: true"]),
     ("mixtral", {"target_modules": USUAL}, "no-match", ["lora.experts: true"] * len(USUAL[4:])),
-    ("mixtral", {"target_modules": ["gate_up_proj"]}, "no-match", ["a fused parameter"]),
     ("mistral", {"rank_pattern": {"q_prj": 4}}, "unused-pattern", ["adapted: model.layers.0"]),
-    ("mistral", {"alpha_pattern": {"up_proj": 4}}, "unused-pattern", ["adapted: "]),
     ("mistral", {"layers_to_transform": [0, 3]}, "no-such-layer", ["small has layers 0 to 2"]),
     (
         *("mistral4", {"target_modules": "model.layers.0.mlp.*", "layers_to_transform": 1}),
@@ -301,17 +270,3 @@ def test_pattern_without_matches_is_an_error(
         assert problem.code == code
         assert hint in problem.hint
         assert problem.where.startswith("run.yaml: lora.")
-    if "wq" in settings.get("target_modules", ()):
-        assert problems[0].where == "run.yaml: lora.target_modules[1]"
-        assert problems[0].problem == "'wq' matches no module of MistralForCausalLM"
-
-
-def test_an_error_says_what_the_name_is_instead() -> None:
-    for family, names, words in (
-        ("qwen3_moe", ["gate"], "no module of Qwen3MoeForCausalLM that can be adapted: it is the router"),
-        ("mistral", "q_proj", "matches no module; as a list, [q_proj], it would"),
-        ("llama", "no_such", "the regular expression 'no_such' matches no module"),
-    ):
-        with refused("no-match", "lora.target_modules" if isinstance(names, str) else "[0]") as problems:
-            own(small_base(family)[1], target_modules=names)
-        assert problems[0].problem.endswith(words)

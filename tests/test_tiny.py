@@ -9,11 +9,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from windlass import tiny
 from windlass.model import read_base
-from windlass.model.family import FAMILIES
 from windlass.rehearse.scale import scale_config
 
 
@@ -50,21 +48,7 @@ def test_mistral4_is_stored_as_published(tmp_path: Path) -> None:
     assert {"consolidated.safetensors", "tekken.json", "params.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_tied_heads_shards_and_single_experts(tmp_path: Path) -> None:
-    assert not [
-        key for key in stored(tiny.write_model(tmp_path / "tied", tied=True, tokenizer=False)) if "lm_head" in key
-    ]
-    sharded = tiny.write_model(tmp_path / "sharded", files=3, tokenizer=False)
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == stored(sharded).keys()
-    assert len(set(index.values())) == 3
-    assert all(key in load_file(sharded / file) for key, file in index.items())
-    mixtral = stored(tiny.write_model(tmp_path / "mixtral", "mixtral", experts=4, tokenizer=False))
-    for expert in range(4):
-        assert mixtral[f"model.layers.1.block_sparse_moe.experts.{expert}.w1.weight"][1] == [32, 64]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mistral4", "mixtral", "llama"])
 def test_plain_models_open_with_nothing_missing(tmp_path: Path, family: str) -> None:
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for seed, folder in zip((1, 1, 2), folders, strict=True):
@@ -89,31 +73,3 @@ def test_replica_uses_the_models_tensor_names(tmp_path: Path) -> None:
     keys = [{p.pieces[0].stored.key for p in each.parameters if ".layers.1." in p.name} for each in (base, other)]
     assert keys[0] == keys[1]
     assert all(key.startswith("model.language_model.") for key in keys[0])
-
-
-@pytest.mark.parametrize("side", [None, 128])
-def test_codes_times_scales_equal_the_weights(side: int | None) -> None:
-    torch.manual_seed(0)
-    for weight in (torch.randn(200, 300), torch.randn(3, 130, 70) * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]):
-        code, scale = tiny._to_fp8(weight, (side, side) if side else None)
-        spread = scale.float()
-        if side:
-            spread = spread.repeat_interleave(128, -2).repeat_interleave(128, -1)
-            spread = spread[..., : weight.shape[-2], : weight.shape[-1]]
-        error = (code.float() * spread - weight).abs()
-        # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value; the smallest codes step by 2**-9.
-        assert (error <= weight.abs() / 16 + spread * 2**-9).all()
-
-
-def test_tokenizer_loads_next_to_the_publishers_files(tmp_path: Path) -> None:
-    tiny.write_model(tmp_path, both_layouts=True)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "The with statement, naïvely — x[0] += 1"
-    tokens = tokenizer(text)["input_ids"]
-    assert tokens[0] == tokenizer.bos_token_id == 1
-    assert (tokenizer.pad_token_id, len(tokenizer)) == (11, 512)
-    assert len(tokens) < len(text)
-    assert tokenizer.decode(tokens, skip_special_tokens=True) == text
-    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
-    rendered = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert rendered == "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>"

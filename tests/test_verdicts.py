@@ -76,9 +76,8 @@ BF16 = pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"
 
 
 @pytest.mark.takes("verifies many servers")
-@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 50), marks=pytest.mark.prove)])
-def test_right_servers_in_bfloat16_raise_no_alarm(seeds: range) -> None:
-    for seed in seeds:
+def test_right_servers_in_bfloat16_raise_no_alarm() -> None:
+    for seed in range(8):
         small = seed % 2 == 0
         world = World(seed, effect=0.3, kept=0.5) if small else World(seed)
         base = world.compute(bf16=True, scale=0) if seed % 4 < 2 else None
@@ -102,7 +101,7 @@ def test_a_right_server_in_float32() -> None:
 
 @BF16
 def test_the_base(bf16: bool) -> None:
-    for seed in range(10):
+    for seed in range(3):
         world = World(seed)
         answers = world.compute(bf16=bf16, scale=0)
         assert world.judge(answers).verdict == AS_BASE
@@ -110,7 +109,7 @@ def test_the_base(bf16: bool) -> None:
 
 
 @BF16
-@pytest.mark.parametrize("name", [*(f"without {name}" for name in GROUPS), AT_SCALE.format(0.5), AT_SCALE.format(2)])
+@pytest.mark.parametrize("name", ["without q_proj", AT_SCALE.format(0.5)])
 def test_a_part_is_named(name: str, bf16: bool) -> None:
     for seed in range(5):
         world = World(seed)
