@@ -189,7 +189,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [100, 1500, 3000, 6000])
+@pytest.mark.parametrize("size", [100, 3000])
 def test_full_disk_leaves_older_checkpoints_intact(tmp_path: Path, trained: Trained, size: int) -> None:
     written(tmp_path, trained, 1)
     with files_of_at_most(size):
