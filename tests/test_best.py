@@ -72,8 +72,6 @@ def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
         assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
 
 
-
-
 def test_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is not a run folder"):
         load_finished_run(tmp_path, eval_data=None, ranks=None)

@@ -99,7 +99,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
             rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12)))} for _ in range(count)]
             write_rows(folder / name / f"{split}.jsonl", rows)
-    train = {"max_steps": STEPS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
+    train: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
     train |= {"gradient_accumulation_steps": 1, "learning_rate": 0.01, "eval_steps": 4, "save_steps": 4}
     train |= {"eval_strategy": "steps", "save_strategy": "steps", "max_grad_norm": 1}
     write_run(

@@ -31,20 +31,20 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-6  # in float32
 KEY = "data.keep"
-BIASED = {"model__model_name_or_path": "{folder}/biased", "lora__bias": "all"}
-AS_STORED = {"layout__base_dtype": "bf16"}
+BIASED: dict[str, Any] = {"model__model_name_or_path": "{folder}/biased", "lora__bias": "all"}
+AS_STORED: dict[str, Any] = {"layout__base_dtype": "bf16"}
 CASES: dict[int, dict[str, Any]] = {
     1: {
         "plain": case(1, **AS_STORED),
+        "none kept": case(1, data__keep={}, **AS_STORED),
         "pissa": case(1, lora__lora_dropout=0, lora__init_lora_weights="pissa", **AS_STORED),
         "dora": case(1, lora__use_dora=True, **AS_STORED),
         "biases": case(1, **BIASED),
-        "fused": case(1, fused=True, lora__lora_dropout=0, **AS_STORED),
         "NF4": case(1, layout__base_dtype="nf4"),
-        "none kept": case(1, data__keep={}, **AS_STORED),
         "dpo": case(1, file="{folder}/pairs.yaml", **AS_STORED),
         "orpo": case(1, train__objective="orpo", file="{folder}/pairs.yaml", **AS_STORED),
         "stopped": case(1, faults=["stop 3"], **AS_STORED),
+        "fused": case(1, fused=True, lora__lora_dropout=0, **AS_STORED),
     },
     2: {
         "gathered, in full": case(2, layout="no-reshard", layout__reshard_after_forward=False, **IN_FULL),
@@ -73,10 +73,15 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"{words()}:", "chosen": f" {words()}", "rejected": f" {words()}"} for _ in range(30)]
     write_rows(folder / "pairs.jsonl", pairs)
     paths = {name: {"path": f"{folder}/{name}.jsonl"} for name in ("sea", "land", "old", "tasks")}
-    keep = {"old": paths["old"], "tasks": {**paths["tasks"], "split": "train[:5]"}}
-    data = {"dataset_name_or_path": f"{folder}/train.jsonl", "val_split": None, "max_length": 48, "packing": False}
+    keep: dict[str, Any] = {"old": paths["old"], "tasks": {**paths["tasks"], "split": "train[:5]"}}
+    data: dict[str, Any] = {
+        "dataset_name_or_path": f"{folder}/train.jsonl",
+        "val_split": None,
+        "max_length": 48,
+        "packing": False,
+    }
     data |= {"eval": {name: paths[name] for name in ("sea", "land")}, "keep": keep}
-    train = {"max_steps": 4, "learning_rate": 0.01, "warmup_ratio": 0, "per_device_eval_batch_size": 2}
+    train: dict[str, Any] = {"max_steps": 4, "learning_rate": 0.01, "warmup_ratio": 0, "per_device_eval_batch_size": 2}
     train |= {
         "eval_strategy": "steps",
         "eval_on_start": True,
@@ -281,7 +286,7 @@ def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, o
         (["data.keep={a: {path: blank.jsonl}}"], "nothing-supervised", KEY),
         (["data.keep={a: {path: old.jsonl, split: 'train[:0]'}}"], "no-rows", KEY),
         (["data.keep={a: {path: absent.jsonl}}"], "no-such-file", KEY),
-        (["data.eval={}", "data.val_split=auto"], "no-validation-rows", "train.eval_steps"),
+        (["data.eval={}", "data.val_split=auto"], "no-validation-rows", "train.eval_strategy"),
     ],
 )
 def test_kept_sets_that_cannot_be_measured_are_refused(

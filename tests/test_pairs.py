@@ -208,7 +208,12 @@ def write_material(folder: Path) -> Path:
     }
     for name, lines in sets.items():
         write_rows(folder / f"{name}.jsonl", lines)
-    train = {"max_steps": 3, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "warmup_ratio": 0}
+    train: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "warmup_ratio": 0,
+    }
     train |= {"gradient_accumulation_steps": 1, "weight_decay": 0.05, "adam_epsilon": 1e-6, "logging_steps": 1}
     write_run(
         folder / "run.yaml",

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = 10
 TOLERANCE = 2e-6  # in float32, of losses that begin at ln 2
-ORPO = {"train__objective": "orpo", "orpo__beta": 0.2}
-SAVING = {
+ORPO: dict[str, Any] = {"train__objective": "orpo", "orpo__beta": 0.2}
+SAVING: dict[str, Any] = {
     "data__val_fraction": 0.1,
     "train__eval_strategy": "steps",
     "train__eval_steps": 2,
@@ -35,9 +35,8 @@ SAVING = {
     "train__save_steps": 2,
     "train__max_steps": 6,
 }
-AS_LOADED = {"layout__base_dtype": "bf16"}
-NARROW = {"model__torch_dtype": "bfloat16", "train__bf16": True}
-MIXED = {"file": "{folder}/mix.yaml", **SAVING}
+AS_LOADED: dict[str, Any] = {"layout__base_dtype": "bf16"}
+MIXED: dict[str, Any] = {"file": "{folder}/mix.yaml", **SAVING}
 # Runs that continue on another base, each with the run that it continues, and what that began with.
 REBASED: dict[str, tuple[str, dict[str, Any]]] = {
     "another base": ("stopped", {}),
@@ -103,7 +102,7 @@ def narrow(world: int, folder: str, *, evaluated: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def two(pairs: Path) -> Outcomes:
-    begun = {"lora__adapter": "{out}/whole/final"}
+    begun: dict[str, Any] = {"lora__adapter": "{out}/whole/final"}
     cases = {
         "whole": case(2, **SAVING),
         "stopped": case(2, faults=["terminate 5"], **SAVING),
@@ -120,7 +119,7 @@ def two(pairs: Path) -> Outcomes:
 
 @pytest.fixture(scope="session")
 def one(pairs: Path, two: Outcomes) -> Outcomes:
-    cases = {"mix": case(1, **MIXED), "whole": case(1, **SAVING)}
+    cases: dict[str, Any] = {"mix": case(1, **MIXED), "whole": case(1, **SAVING)}
     cases |= {name: each for name, (each, _) in EQUAL[1].items()} | narrow(1, str(two.folder), evaluated=True)
     return launched(pairs, 1, PLAIN | cases)
 

@@ -746,7 +746,7 @@ def test_a_halved_sweep_that_is_killed_ends_as_it_would(material: Path, tmp_path
 @pytest.mark.timeout(1800)  # the C++ compiler takes minutes on a loaded machine
 def test_a_compiled_trial_equals_the_compiled_run_alone(material: Path, tmp_path: Path) -> None:
     folder = copy_material(material, tmp_path)
-    trials = {"first": {"lora.r": 8}, "second": {"lora.lora_dropout": 0.2}}
+    trials: dict[str, dict[str, Any]] = {"first": {"lora.r": 8}, "second": {"lora.lora_dropout": 0.2}}
     process = start(
         f"train {write_sweep(folder, 'sweep', trials)} --override {ONE_RANK} --override train.compile=true",
         folder,

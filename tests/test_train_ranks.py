@@ -49,6 +49,7 @@ def test_a_full_disk_before_the_first_step_is_named(tmp_path: Path) -> None:
 
 
 def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: Path) -> None:
+    """Of one start: the next one says it again, and so does each start of a pod."""
     body = """
     def work():
         time.sleep(0.3 * here.rank)
@@ -56,32 +57,20 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
     """
     script = tmp_path / "rank.py"
     script.write_text(PROLOGUE + textwrap.dedent(body) + RUN)
-    printed: dict[str, str] = {}
-    for port in ("1", "2"):  # another start says it again
-        own = {"WORLD_SIZE": "3", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
-        ranks = [
-            subprocess.Popen(
-                [warm.python(), str(script)],
-                env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
+
+    def start(ranks: int, **environ: str) -> str:
+        own = {**os.environ, "TMPDIR": str(tmp_path), **environ}
+        command = [warm.python(), str(script)]
+        started = [
+            subprocess.Popen(command, env={**own, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+            for rank in map(str, range(ranks))
         ]
-        printed[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
-    for text in printed.values():
+        return "".join(process.communicate(timeout=120)[0] for process in started)
+
+    for port in ("1", "2"):
+        text = start(3, WORLD_SIZE="3", MASTER_PORT=port)
         assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
-    alone = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TMPDIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"}
-    for _ in range(2):  # each start of a pod says it
-        done = subprocess.run(
-            [warm.python(), str(script)],
-            env={**os.environ, **alone},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert "1 adapter tensor is not training" in done.stdout
+        assert "1 adapter tensor is not training" in start(1, WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
 
 
 # --- which rank this is, and how many there are ---

@@ -180,7 +180,7 @@ class InReference:
         loop.batches.in_order = in_order  # type: ignore[method-assign, assignment]
 
 
-FAULTS: dict[str, At | InReference] = {
+FAULTS: dict[str, Any] = {
     "terminate in the reference": InReference(),
     **{f"alone {rank}": At(1, rank, average_with_none) for rank in range(4)},
     "nan": At(3, 1, not_a_number),
