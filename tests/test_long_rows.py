@@ -337,28 +337,32 @@ def test_bf16_and_a_mixed_stream_equal_one_rank(material: Path) -> None:
 def test_layer_inputs_in_host_memory_change_no_bit(material: Path, ranks: int) -> None:
     """With dropout. A planted fault, which changes the first gradient, shows that they do come from there."""
 
-    def cases(*faults: str, **changes: Any) -> dict[str, dict[str, Any]]:
+    def cases(way: str, *faults: str, **changes: Any) -> dict[str, dict[str, Any]]:
         return {
-            " ".join([name, *faults]): case(name.split()[0], ranks, min(split, ranks), *faults, **{**of, **changes})
+            f"{name} {way}": case(name.split()[0], ranks, min(split, ranks), *faults, **{**of, **changes})
             for name, (split, of) in INPUTS.items()
             if ranks > 1 or of.get("layout__name") != "expert-parallel"
         }
 
-    kept = Runs(material, ranks, cases(train__offload_activations=False))
     # Where products of experts are kept, other tokens would be routed to them: the step is then not finite.
     one_step: dict[str, Any] = {"train__max_steps": 1, "train__eval_strategy": "no", "watch__non_finite": "skip"}
-    fault = "another token's input"
-    found = Runs(material, ranks, {**cases(), **cases(fault, **one_step)})
-    for name in kept.outcomes:
-        for step, other in zip(found.lines(name), kept.lines(name), strict=True):
-            assert all(step[key] == other[key] for key in ("loss", "grad_norm", "job_tokens")), (name, step, other)
-        assert len(found.lines(name)) == 4
-        evaluations, others = ([line["eval_loss"] for line in runs.lines(name, "eval_loss")] for runs in (found, kept))
-        assert evaluations == others != []
-        gradients = kept.gradients(name)
-        assert all(torch.equal(gradients[key], gradient) for key, gradient in found.gradients(name).items())
-        step, *_ = found.lines(f"{name} {fault}")
-        assert step["grad_norm"] != kept.lines(name)[0]["grad_norm"]
+    kept, sent = cases("kept", train__offload_activations=False), cases("sent")
+    runs = Runs(material, ranks, {**kept, **sent, **cases("faulty", "another token's input", **one_step)})
+    for name, other in zip(sent, kept, strict=True):
+        steps, others = runs.lines(name), runs.lines(other)
+        assert len(steps) == len(others) == 4
+        for step, expected in zip(steps, others, strict=True):
+            assert all(step[key] == expected[key] for key in ("loss", "grad_norm", "job_tokens")), (
+                name,
+                step,
+                expected,
+            )
+        losses = [[line["eval_loss"] for line in runs.lines(run, "eval_loss")] for run in (name, other)]
+        assert losses[0] == losses[1] != []
+        gradients = runs.gradients(other)
+        assert all(torch.equal(gradients[key], gradient) for key, gradient in runs.gradients(name).items())
+        step, *_ = runs.lines(name.replace("sent", "faulty"))
+        assert step["grad_norm"] != others[0]["grad_norm"]
 
 
 @pytest.mark.prove

@@ -399,10 +399,10 @@ def test_best_measures_what_the_run_did(two: Outcomes, name: str, began: str) ->
     assert found["rows"] == found["tokens"] == 12
 
 
-def test_a_run_in_bf16_says_how_noisy_its_margins_are(two: Outcomes) -> None:
+def test_a_run_in_bf16_says_how_noisy_its_margins_are(one: Outcomes) -> None:
     said = {
         name: re.search(r"margins +of a step are within ([\d.]+) of float32's", text)
-        for name, text in (part.split("\n", 1) for part in two.printed.split("--- ")[1:])
+        for name, text in (part.split("\n", 1) for part in one.printed.split("--- ")[1:])
     }
     assert said["whole"] is None
     noisy = said["in bf16, dpo"]

@@ -55,7 +55,7 @@ from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import balance_router, router_loss_weight
 from windlass.train.patches import Patches
 
-STEPS = 6  # that are compared with TRL
+STEPS = 4  # that are compared with TRL
 TOLERANCE = 1e-5
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 
@@ -196,8 +196,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **EQUAL[2],
         "one pass": case(2, layout="no-reshard", **AS_LOADED, **COUNT),
         "one pass, split": case(2, probed=True, **SPLIT, **KEPT, **COUNT),
-        "dropout": case(2, **SPLIT, **DROPOUT),
-        "dropout, checkpointing": case(2, **SPLIT, **DROPOUT, **CHECKPOINTING),
         "narrow": case(2, **SPLIT, **NARROW),
         "experts go on": case(2, **GO_ON),
         "experts go on, split": case(2, **SPLIT, **GO_ON),
@@ -261,6 +259,8 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "experts": case(2, layout__base_dtype="bf16", **EXPERTS),
         "experts split, fused": case(2, **SPLIT, fused=True, accumulation=2, **CHECKPOINTING, **EXPERTS),
         "only experts": case(2, **SPLIT, **ONLY),
+        "dropout": case(2, **SPLIT, **DROPOUT),
+        "dropout, checkpointing": case(2, **SPLIT, **DROPOUT, **CHECKPOINTING),
         "in full, kept": case(2, layout="no-reshard", accumulation=2, **IN_FULL),
         "pissa": case(2, **AS_LOADED, **PISSA),
         **{name: case(2, **each) for name, each in COMPILED.items()},
@@ -406,7 +406,8 @@ def test_ranks_equal_plain_trl(alone: Outcomes, request: pytest.FixtureRequest, 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world in (2, 4) for name in MORE[world] if "compiled" not in name]
+    ("world", "name"),
+    [(world, name) for world in (2, 4) for name in MORE[world] if "compiled" not in name and "dropout" not in name],
 )
 def test_more_ways_equal_plain_trl(alone: Outcomes, more: Callable[[int], Outcomes], world: int, name: str) -> None:
     steps = more(world).steps(name)
@@ -477,9 +478,13 @@ def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:
     assert sum(two["one pass, split"]["gathered"]) < sum(two["one pass"]["gathered"])  # experts are not sent
 
 
-def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(two: Outcomes) -> None:
+@pytest.mark.prove
+def test_dropout_of_experts_adapters_is_applied_and_the_same_when_recomputed(
+    two: Outcomes, more: Callable[[int], Outcomes]
+) -> None:
     """Masks differ between distributions of the rows: only a run and its recomputation can be equal."""
-    dropped, again, without = two.steps("dropout"), two.steps("dropout, checkpointing"), two.steps("experts split")[0]
+    dropped, again = more(2).steps("dropout"), more(2).steps("dropout, checkpointing")
+    without = two.steps("experts split")[0]
     assert dropped[0]["loss"] == pytest.approx(without["loss"], rel=TOLERANCE)  # B is still zero
     assert dropped[0]["grad_norm"] != pytest.approx(without["grad_norm"], rel=100 * TOLERANCE)
     assert len(dropped) == len(again) == 4
