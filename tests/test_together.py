@@ -62,6 +62,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "first": {"lora.r": 8, "train.learning_rate": 1e-3, "train.seed": 7, "lora.lora_dropout": 0.0},
     "second": {"lora.target_modules": "all-linear", "lora.experts": True, "lora.lora_dropout": 0.1, "train.seed": 3},
     "third": {
+        "lora.lora_alpha": 6,
         "lora.target_modules": "all-linear",
         "lora.experts": {"r": 2},
         "lora.lora_dropout": 0.0,
