@@ -257,7 +257,6 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "packed in FP8, split": case(2, **SPLIT, layout__base_dtype="fp8", **PACKED),
         # So many tokens for such small experts: merged into their weights.
         "experts": case(2, layout__base_dtype="bf16", **EXPERTS),
-        "experts split, fused": case(2, **SPLIT, fused=True, accumulation=2, **CHECKPOINTING, **EXPERTS),
         "only experts": case(2, **SPLIT, **ONLY),
         "dropout": case(2, **SPLIT, **DROPOUT),
         "dropout, checkpointing": case(2, **SPLIT, **DROPOUT, **CHECKPOINTING),
@@ -265,6 +264,8 @@ MORE: dict[int, dict[str, dict[str, Any]]] = {
         "pissa": case(2, **AS_LOADED, **PISSA),
         **{name: case(2, **each) for name, each in COMPILED.items()},
         **{f"{name}, compiled": case(2, train__compile=True, **each) for name, each in COMPILED.items()},
+        # Last: what replaces layers as on a GPU is not undone, and isn't compiled.
+        "experts split, fused": case(2, **SPLIT, fused=True, accumulation=2, **CHECKPOINTING, **EXPERTS),
     },
     4: {
         "full-shard": case(4),
