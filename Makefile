@@ -48,10 +48,10 @@ test-all: $(STAMP) browser
 	$(BIN)/pytest -m "not prove" $(PARALLEL)
 
 # The long proofs in parts of at most an hour on two cores; `make prove-hosts` runs one. Those that measure time run alone.
-PROVE_training := test_train test_train_batches test_train_loop test_checkpoint_kills test_checkpoint_resume test_samples
+PROVE_training := test_train test_train_loop test_checkpoint_kills
 PROVE_rows := test_long_rows
-PROVE_sweeps := test_sweep_proof test_sweep test_together
-PROVE_pairs := test_pairs test_preference_ranks test_keep
+PROVE_sweeps := test_sweep test_together
+PROVE_pairs := test_pairs
 PROVE_families := test_families test_cost_against_torch test_collectives test_load test_versions
 PROVE_hosts := test_launch_hosts test_launch_slurm test_launch_skypilot test_check_nodes test_self_test test_script_run test_watch_run
 PROVE_order := test_layout_order

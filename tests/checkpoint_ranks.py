@@ -25,14 +25,6 @@ class Evaluating(At):
             before(loop.progress, "start_evaluation", lambda: self.act(loop) if loop.step == self.step else None)
 
 
-class Saved(At):
-    """Sends SIGTERM to one rank while the checkpoint of a step is being saved."""
-
-    def plant(self, loop: Loop) -> None:
-        if self.rank == train_ranks.rank():
-            before(loop, "save", lambda: self.act(loop) if loop.step == self.step else None)
-
-
 def full_disk(loop: Loop) -> None:
     """From now on the system cuts files of a checkpoint short, until `emptied`."""
 
@@ -65,7 +57,6 @@ def terminate(_loop: Loop) -> None:
 
 train_ranks.FAULTS |= {
     "signal in evaluation": Evaluating(8, 1, terminate),
-    "signal in save": Saved(4, 1, terminate),
     "signal at 6": At(6, 1, terminate),
     "signal at 7": At(7, 0, terminate),
     "signal in the last step": At(12, 1, terminate),

@@ -1,28 +1,20 @@
-"""Runs in every rank of tests/test_long_rows.py: attention against torch's own, and whole runs, outcomes as JSON."""
+"""Runs in every rank of tests/test_long_rows.py: train_ranks.py with more faults, and the first step's gradients."""
 
-import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import train_ranks
 from torch import Tensor
+from train_ranks import At, terminate
 
-from windlass import plan as planning
-from windlass import runfile
-from windlass.errors import UserError
-from windlass.observe.background import BackgroundReport
-from windlass.ranks.rank import read_rank
-from windlass.train import connect, run
+from windlass.errors import RunError
 from windlass.train.long_rows import Cut
 from windlass.train.loop import Loop
 from windlass.train.recompute import LayerInputs
-
-vars(run)["write_probe"] = lambda *_: None  # as many passes as a run here has
 
 
 def lose_a_label(inputs: dict[str, Any]) -> None:
@@ -43,48 +35,36 @@ def join_documents(inputs: dict[str, Any]) -> None:
     inputs["row"] = row._replace(documents=joined)
 
 
-CUT_FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "label lost": lose_a_label,
-    "positions restart": restart_positions,
-    "documents mixed": join_documents,
-}
+class Plant:
+    """Changes the loop, or what it calls, on every rank."""
+
+    def __init__(self, change: Callable[[Loop], None]) -> None:
+        self.plant = change
 
 
-INPUT_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {  # of layers, in place of what was sent to host memory
-    "another token's input": lambda tensor: tensor.roll(1, 1),
-    "input rounded": lambda tensor: tensor.bfloat16().to(tensor.dtype),
-}
-
-
-def plant(fault: str, loop: Loop) -> None:
-    if fault in CUT_FAULTS:
+def change_parts(change: Callable[[dict[str, Any]], None]) -> Plant:
+    def plant(_loop: Loop) -> None:
         original = Cut.__call__
 
         def faulty(*given: Any) -> Any:
             part = original(*given)
-            CUT_FAULTS[fault](part.inputs)
+            change(part.inputs)
             return part
 
         Cut.__call__ = faulty  # type: ignore[method-assign, assignment]
-    elif fault in INPUT_FAULTS:
-        bring_back = LayerInputs.bring_back
-        LayerInputs.bring_back = lambda self, copy: INPUT_FAULTS[fault](bring_back(self, copy))  # type: ignore
-    elif fault == "gradient twice":
-        update = loop.updater.scale_and_clip
-        loop.updater.scale_and_clip = lambda supervised: update(supervised / 2)  # type: ignore[method-assign]
-    elif fault.startswith("terminate"):
-        step = int(fault.split()[1])
-        train_step = loop.train_step
 
-        def stopped(batches: Iterator[Any]) -> Any:
-            if loop.step + 1 == step and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(batches)
+    return Plant(plant)
 
-        loop.train_step = stopped  # type: ignore[method-assign, assignment]
-    else:
-        assert fault == "double"
-        compute_in_double(loop)
+
+def bring_another_tokens_input(_loop: Loop) -> None:
+    """Of layers, in place of what was sent to host memory."""
+    bring_back = LayerInputs.bring_back
+    LayerInputs.bring_back = lambda self, copy: bring_back(self, copy).roll(1, 1)  # type: ignore
+
+
+def double_gradients(loop: Loop) -> None:
+    update = loop.updater.scale_and_clip
+    loop.updater.scale_and_clip = lambda supervised: update(supervised / 2)  # type: ignore[method-assign]
 
 
 def compute_in_double(loop: Loop) -> None:
@@ -99,71 +79,62 @@ def compute_in_double(loop: Loop) -> None:
     torch.Tensor.float = widen  # type: ignore[method-assign, assignment]
 
 
-def keep_first_gradients(loop: Loop, kept: dict[str, Tensor]) -> None:
+KEPT: dict[str, Tensor] = {}
+
+
+def keep_first_gradients(loop: Loop) -> None:
     """Keep the summed gradients of the first step, by name."""
     reduce = loop.updater.replicas.reduce
 
     def reduced(sums: Tensor) -> Tensor:
         replicas = loop.updater.replicas
-        if not kept and not replicas.split:
+        if not KEPT and not replicas.split:
             for name, parameter in zip(replicas.names, replicas.parameters, strict=True):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradient = gradient.double().clone()
                 if dist.get_world_size() > 1:
                     dist.all_reduce(gradient)
-                kept[name] = gradient
+                KEPT[name] = gradient
         return reduce(sums)
 
     loop.updater.replicas.reduce = reduced  # type: ignore[method-assign]
 
 
-def train(case: dict[str, Any], file: Path, gradients: Path) -> dict[str, Any]:
-    here = read_rank(os.environ)
-    assert here is not None
-    kept: dict[str, Tensor] = {}
-    make_loop, cut, bring_back = run.make_loop, Cut.__call__, LayerInputs.bring_back
+train_ranks.FAULTS |= {
+    "label lost": change_parts(lose_a_label),
+    "positions restart": change_parts(restart_positions),
+    "documents mixed": change_parts(join_documents),
+    "another token's input": Plant(bring_another_tokens_input),
+    "gradient twice": Plant(double_gradients),
+    "double": Plant(compute_in_double),
+    "terminate 4": At(4, 1, terminate),
+    "keep gradients": Plant(keep_first_gradients),
+}
+plainly = train_ranks.ours
+
+
+def ours(case: dict[str, Any], file: Path, here: Any) -> dict[str, Any]:
+    """Run a case, undo its faults, and save the gradients beside the run."""
+    KEPT.clear()
+    cut, bring_back = Cut.__call__, LayerInputs.bring_back
     softmax, to_float = torch.log_softmax, torch.Tensor.float
-
-    def loop_of(*arguments: Any, **others: Any) -> Loop:
-        loop = make_loop(*arguments, **others)
-        for fault in case["faults"]:
-            plant(fault, loop)
-        keep_first_gradients(loop, kept)
-        return loop
-
-    run.make_loop = loop_of
-    seen: dict[str, Any] = {}
     try:
-        plan = planning.make_plan(runfile.read_run_file(file, case["overrides"]))
-        seen["code"] = run.train_rank(plan, here, resume=case["resume"])
-    except UserError as error:
-        seen["error"] = str(error)
+        outcome: dict[str, Any] = plainly({**case, "faults": [*case["faults"], "keep gradients"]}, file, here)
     finally:
-        run.make_loop = make_loop
         Cut.__call__ = cut  # type: ignore[method-assign]
         LayerInputs.bring_back = bring_back  # type: ignore[method-assign]
         torch.log_softmax, torch.Tensor.float = softmax, to_float  # type: ignore[method-assign]
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if here.rank == 0:
-        torch.save(kept, gradients)
-    return seen
+        (folder,) = (text.partition("=")[2] for text in case["overrides"] if text.startswith("train.output_dir="))
+        torch.save(KEPT, Path(folder) / "gradients.pt")
+    return outcome
 
 
-def main() -> None:
-    root, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
-    here = read_rank(os.environ)
-    assert here is not None
-    torch.set_num_threads(1)
-    connect.create_process_group(here, 60)
-    for name in ("start", "finish"):
-        setattr(BackgroundReport, name, lambda _: None)
-    outcomes = {}
-    for name, case in cases.items():
-        print(f"--- {name}", file=sys.stderr, flush=True)
-        outcomes[name] = train(case, root / case["file"], out / f"{name}.pt")
-    (out / f"rank{here.rank}.json").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
-
+train_ranks.ours = ours
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    try:
+        train_ranks.main()
+    except RunError as error:
+        sys.exit(str(error))

@@ -10,9 +10,7 @@ import torch
 from windlass.best import BASE, rank_candidates, sum_rows
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.errors import UserError
-from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
-from windlass.ranking import RankedAdapter, Ranking, print_ranking
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.collate import ROW, Collate
 
@@ -72,37 +70,6 @@ def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
         losses = torch.arange(len(batch.targets), dtype=torch.float32)
         figures = sum_rows(losses, batch)
         assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
-
-
-def test_the_ranking_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """No interval or verdict is broken into lines."""
-    monkeypatch.setenv("COLUMNS", "80")
-    ranked = (
-        RankedAdapter("step-1060", 10.4298, 0.0, 0.0, 0.0, False, 1.0),
-        RankedAdapter("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
-        RankedAdapter("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
-    )
-    ranking = Ranking(ranked, 86, 86, {}, "accuracy", note=describe_served(0.63, 0.1))
-    print_ranking(ranking)
-    lines = capsys.readouterr().out.splitlines()
-    noted = next(number for number, line in enumerate(lines) if line.startswith("bfloat16 keeps 63 %"))
-    assert " ".join(map(str.strip, lines[noted:])) == ranking.as_dict()["note"]
-    lines = lines[:noted]
-    assert max(map(len, lines)) <= 80
-    verdicts = [line.split()[-1] for line in lines if line.lstrip().startswith(("step-", "as it"))]
-    assert verdicts == ["best", "unclear", "worse"]
-    assert any("-0.0001 to +0.0002" in line for line in lines)
-    assert lines[-1].startswith("unclear: ")
-
-
-def test_the_interval_covers_the_true_difference() -> None:
-    chance, covered = np.random.default_rng(1), 0
-    for _ in range(400):
-        tokens = chance.integers(1, 50, 100)
-        one, other = (chance.normal(2.0, 1.0, 100) * tokens for _ in range(2))  # equally good
-        _, worse = rank_candidates({"a": np.stack([one, tokens], 1), "b": np.stack([other, tokens], 1)}, {}).candidates
-        covered += worse.low <= 0
-    assert 370 <= covered <= 395  # the better of two is known, so on one side
 
 
 def test_unfinished_run_is_refused(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
 """Runs interrupted in every way and resumed as if they had not been: real ranks over gloo, bit for bit."""
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file
+from test_train import WORDS, Outcomes, launched, write_run
+from text_run import write_rows
 
 from windlass import tiny
 from windlass.errors import SAVED
@@ -24,37 +22,6 @@ from windlass.train.checkpoint.folder import find_damage, list_checkpoints, read
 pytestmark = pytest.mark.xdist_group("checkpoint resume")
 
 STEPS = 12
-WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
-
-RUN = """
-model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
-lora: {{r: 4, lora_alpha: 8, lora_dropout: 0.1, target_modules: all-linear}}
-data:
-  dataset_name_or_path: {folder}/data
-  dataset_config_name: null
-  text_field: text
-  val_split: validation
-  max_length: 48
-train:
-  output_dir: {folder}/out
-  max_steps: {steps}
-  per_device_train_batch_size: 4
-  per_device_eval_batch_size: 2
-  gradient_accumulation_steps: 1
-  learning_rate: 0.01
-  warmup_ratio: 0.1
-  lr_scheduler_type: cosine
-  bf16: false
-  logging_steps: 5
-  eval_strategy: steps
-  eval_steps: 4
-  save_strategy: steps
-  save_steps: 4
-  seed: 3
-  ddp_timeout: 60
-layout: full-shard
-cluster: {{nodes: 1, gpus_per_node: 2, gpu: cpu}}
-"""
 
 Case = dict[str, Any]
 
@@ -78,11 +45,11 @@ SPLIT: Case = {"layout__name": "expert-parallel", "layout__expert_parallel": 2}
 FULL: Case = {"lora__modules_to_save": ["embed_tokens", "lm_head"]}
 EXPERTS: Case = {**SAME, **FULL, "lora__experts": {"r": 2, "lora_alpha": 4}}
 
-ALTERED = {"{model}/model.safetensors": "flip"}  # one bit, where no sample of the files is taken
+ALTERED = {"{folder}/model/model.safetensors": "flip"}  # one bit, where no sample of the files is taken
 
 TWO: dict[str, Case] = {
     "plain": case("plain"),
-    "plain, cut at the end of an epoch": case("plain cut", "signal at 6"),
+    "plain, cut": case("plain cut", "signal at 6"),  # the end of an epoch
     "plain, resumed": resumed("plain cut", "plain parts"),
     "plain, on other bases": case("plain") | {"best": True, "base_dtypes": ["nf4"]},
     "packed stream": case("packed stream", **TWO_STREAM),
@@ -90,8 +57,6 @@ TWO: dict[str, Case] = {
     "packed stream, resumed": case("packed stream parts", resume=True, **TWO_STREAM),
     "evaluation, cut": case("evaluation parts", "signal in evaluation"),
     "evaluation, resumed": case("evaluation parts", train__resume="auto"),
-    "save, cut": case("save parts", "signal in save"),
-    "save, resumed": case("save parts", resume=True),
     "last step, cut": case("last parts", "signal in the last step"),
     "last step, resumed": case("last parts", resume=True),
     "disk full for a while": case("disk", "disk full at 5", "disk emptied at 9"),
@@ -113,7 +78,7 @@ TWO: dict[str, Case] = {
     "experts, best": case(
         "experts best", "spoilt 0", "spoilt 1", train__load_best_model_at_end=True, **EXPERTS, **SPLIT
     ),
-    "other rows": case("plain cut", resume=True, data__dataset_name_or_path="{model}/../other"),
+    "other rows": case("plain cut", resume=True, data__dataset_name_or_path="{folder}/model/../other"),
     "fewer epochs": case("plain cut", resume=True, train__max_steps=-1, train__num_train_epochs=0.1),
     "base, altered": case("plain cut", resume=True, damage=ALTERED),
     "adapter, altered": case("adapter", lora__adapter="{out}/plain/final"),
@@ -121,24 +86,7 @@ TWO: dict[str, Case] = {
     "base, accepted": resumed("plain cut", "base parts") | {"allow_other_base": True},
     "base, put back": case("adapter", damage=ALTERED, lora__adapter="{out}/plain/final", train__max_steps=2),
 }  # fmt: skip
-# Proven as well, but not in every run of the tests.
-MORE: dict[str, Case] = {
-    "packed": case("packed", **PACKED),
-    "packed, cut": case("packed parts", "signal at 7", **PACKED),
-    "packed, resumed": case("packed parts", resume=True, **PACKED, train__logging_steps=2),
-    "still": case("still", **SAME),
-    "still, cut": case("still parts", "signal at 7", **SAME),
-    "still, other layout": resumed("still parts", "still split", **SAME, **SPLIT),
-    "stream": case("stream", **STREAM),
-    "stream, cut": case("stream parts", "signal at 7", **STREAM),
-    "stream, resumed": case("stream parts", resume=True, **STREAM),
-}  # fmt: skip
 ALONE: Case = {"layout__name": "resident", "cluster__gpus_per_node": 1, "train__per_device_train_batch_size": 8}
-ONE: dict[str, Case] = {
-    "experts, on one rank": resumed("experts cut", "experts for one", **EXPERTS, **ALONE),
-    "plain, on one rank": resumed("plain cut", "plain for one", **ALONE),
-}  # fmt: skip
-MORE_ON_ONE = {"still, on one rank": resumed("still parts", "still for one", **SAME, **ALONE)}
 
 
 @pytest.fixture(scope="module")
@@ -150,42 +98,24 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         for split, count in (("train", 47), ("validation", 9)):  # 47: the last step of an epoch is a row short
             rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 12)))} for _ in range(count)]
-            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(RUN.format(folder=folder, steps=STEPS))
+            write_rows(folder / name / f"{split}.jsonl", rows)
+    train: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
+    train |= {"gradient_accumulation_steps": 1, "learning_rate": 0.01, "eval_steps": 4, "save_steps": 4}
+    train |= {"eval_strategy": "steps", "save_strategy": "steps", "max_grad_norm": 1}
+    write_run(
+        folder / "run.yaml",
+        lora__lora_dropout=0.1,
+        data__val_split="validation",
+        layout="full-shard",
+        cluster={"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+        **{f"train__{key}": value for key, value in train.items()},
+    )
     return folder
 
 
-Outcomes = dict[str, list[dict[str, Any]]]  # by case and rank
-Two = tuple[Outcomes, dict[str, str]]  # and what rank 0 printed in each
-
-
-def launched(material: Path, world: int, cases: dict[str, Case]) -> Two:
-    """Run all cases in the same processes; return each rank's outcome by name, and what rank 0 printed."""
-    out = material / "runs"
-    out.mkdir(exist_ok=True)
-    (material / "cases.json").write_text(
-        json.dumps(cases).replace("{out}", str(out)).replace("{model}", f"{material}/model")
-    )
-    script = Path(__file__).with_name("checkpoint_ranks.py")
-    found = material / f"outcome of {world}"
-    command = [warm.python(), str(script), str(material / "run.yaml"), str(material / "cases.json"), str(found)]
-    program = (
-        "import json, os, sys; from windlass.ranks import supervisor;"
-        f"sys.exit(supervisor.start_ranks(json.loads(sys.argv[1]), {world}, dict(os.environ)))"
-    )
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(command)], env=environ, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_rank = [json.loads(found.with_name(f"{found.name}-{rank}").read_text()) for rank in range(world)]
-    printed = dict(part.split("\n", 1) for part in done.stderr.split("--- ")[1:])
-    return {name: [outcomes[name] for outcomes in by_rank] for name in cases}, printed
-
-
 @pytest.fixture(scope="module")
-def two(material: Path) -> Two:
-    return launched(material, 2, TWO)
+def two(material: Path) -> Outcomes:
+    return launched(material, 2, TWO, script="checkpoint_ranks.py")
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -209,27 +139,13 @@ def evaluations(run: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["eval_loss"], line["eval_num_tokens"]) for line in lines if line["kind"] == "eval"}
 
 
-@pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "save", "last step", "experts"])
-def test_resumed_equals_uninterrupted(two: Two, material: Path, name: str) -> None:
-    assert_resumed(two[0], material, name)
-
-
-@pytest.mark.prove
-def test_resumed_equals_uninterrupted_in_more_cases(material: Path, two: Two) -> None:
-    outcomes, _ = launched(material, 2, MORE)
-    for name in ("packed", "stream"):
-        assert_resumed(outcomes, material, name)
-    outcomes |= launched(material, 1, MORE_ON_ONE)[0]
-    for name, folder in (("still, other layout", "still split"), ("still, on one rank", "still for one")):
-        assert_same_batches(outcomes, material, name, folder)
-
-
-def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
-    cut = next(key for key in outcomes if key.startswith(f"{name}, cut"))
-    assert [outcome.get("code") for outcome in outcomes[cut]] == [SAVED] * 2, outcomes[cut]
-    assert [outcome.get("code") for outcome in outcomes[f"{name}, resumed"]] == [0, 0], outcomes[f"{name}, resumed"]
-    whole = material / "runs" / (name if name in outcomes else "plain")
-    parts = material / "runs" / f"{name.removesuffix(' step')} parts"
+@pytest.mark.parametrize("name", ["plain", "packed stream", "evaluation", "last step", "experts"])
+def test_resumed_equals_uninterrupted(two: Outcomes, name: str) -> None:
+    assert codes(two, f"{name}, cut") == [SAVED] * 2
+    assert codes(two, f"{name}, resumed") == [0, 0]
+    whole, parts = (
+        two.folder / run for run in (name if name in TWO else "plain", f"{name.removesuffix(' step')} parts")
+    )
     assert_same_bits(whole / "final", parts / "final")
     assert steps(parts) == steps(whole)
     assert len(steps(whole)) == STEPS
@@ -237,67 +153,50 @@ def assert_resumed(outcomes: Outcomes, material: Path, name: str) -> None:
     assert {read_step(f) for f in list_checkpoints(parts / "checkpoints")} >= {8, 12}
 
 
-def test_stopped_evaluation_is_repeated_after_resume(material: Path, two: Two) -> None:
-    assert "stopped by a signal; step 7 is saved; --resume continues from it" in two[1]["packed stream, cut"]
-    assert "step 8 is saved" in two[1]["evaluation, cut"]
-    folders = [material / "runs" / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
+def codes(of: Outcomes, name: str) -> list[Any]:
+    return [rank[name].get("code") for rank in of.ranks]
+
+
+def printed(of: Outcomes, name: str) -> str:
+    return of.printed.split(f"--- {name}\n")[1].split("--- ")[0]
+
+
+def test_stopped_evaluation_is_repeated_after_resume(two: Outcomes) -> None:
+    assert "stopped by a signal; step 7 is saved; --resume continues from it" in printed(two, "packed stream, cut")
+    assert "step 8 is saved" in printed(two, "evaluation, cut")
+    folders = [two.folder / name / "checkpoints" / "step-8" for name in ("plain", "evaluation parts")]
     manifests = [read_manifest(folder) for folder in folders]
     assert manifests[0]["eval_loss"] == manifests[1]["eval_loss"]
     assert not manifests[1]["evaluation_due"]
 
 
 @pytest.fixture(scope="module")
-def one(material: Path, two: object) -> Outcomes:
-    return launched(material, 1, ONE)[0]
+def one(material: Path, two: Outcomes) -> Outcomes:
+    of_two = json.dumps(resumed("experts cut", "experts for one", **EXPERTS, **ALONE)).replace("{out}", str(two.folder))
+    return launched(material, 1, {"experts, on one rank": json.loads(of_two)}, script="checkpoint_ranks.py")
 
 
 @pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("experts, other layout", "experts sharded"),
-        ("experts, on one rank", "experts for one"),
-    ],
+    ("name", "folder"), [("experts, other layout", "experts sharded"), ("experts, on one rank", "experts for one")]
 )
 def test_resume_on_other_ranks_or_layout_keeps_the_batches(
-    two: Two, one: Outcomes, material: Path, name: str, folder: str
+    two: Outcomes, one: Outcomes, name: str, folder: str
 ) -> None:
-    assert_same_batches(two[0] if name in two[0] else one, material, name, folder)
-
-
-def assert_same_batches(outcomes: Outcomes, material: Path, name: str, folder: str) -> None:
-    assert [outcome.get("code") for outcome in outcomes[name]] in ([0, 0], [0]), outcomes[name]
-    again, whole = (steps(material / "runs" / run) for run in (folder, name.split(",")[0]))
+    assert {*codes(two if name in TWO else one, name)} == {0}
+    again, whole = (steps(two.folder / run) for run in (folder, "experts"))
     assert len(again) == STEPS
     for step, other in zip(again, whole, strict=True):
         assert step == pytest.approx(other, abs=1e-4)
 
 
-def test_resume_on_other_ranks_with_dropout_has_the_same_rows_and_other_masks(one: Outcomes, material: Path) -> None:
-    """As docs/checkpoints.md says: the losses are not those of the run that was never stopped, but as good."""
-    assert [outcome.get("code") for outcome in one["plain, on one rank"]] == [0], one["plain, on one rank"]
-    runs = [material / "runs" / run for run in ("plain for one", "plain")]
-    again, whole = map(steps, runs)
-    assert [(step[0], step[3]) for step in again] == [(step[0], step[3]) for step in whole]
-    tokens = [
-        [tokens for _, tokens in evaluations(material / "runs" / run).values()] for run in ("plain for one", "plain")
-    ]
-    assert tokens[0] == tokens[1]
-    first = next(i for i, (step, other) in enumerate(zip(again, whole, strict=True)) if step != other)
-    assert first == 6, "the first resumed step"
-    losses = [(step[1], other[1]) for step, other in zip(again, whole, strict=True)]
-    assert all(loss == pytest.approx(other, rel=0.1) for loss, other in losses)
-    assert not all(loss == pytest.approx(other, rel=1e-4) for loss, other in losses)
-
-
-def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) -> None:
-    outcomes, printed = two
-    assert outcomes["disk full for a while"][0]["code"] == 0
-    run = material / "runs" / "disk"
-    assert "step     8  NOT saved: No space left on device" in printed["disk full for a while"]
+def test_full_disk_is_reported_and_training_continues(two: Outcomes) -> None:
+    assert two["disk full for a while"]["code"] == 0
+    run = two.folder / "disk"
+    assert "step     8  NOT saved: No space left on device" in printed(two, "disk full for a while")
     assert [f.name for f in list_checkpoints(run / "checkpoints")] == ["step-4", "step-12"]
     assert not list((run / "checkpoints").glob(".*"))
     assert all(not find_damage(f) for f in list_checkpoints(run / "checkpoints"))
-    assert_same_bits(run / "final", material / "runs" / "plain" / "final")
+    assert_same_bits(run / "final", two.folder / "plain" / "final")
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     saves = [line for line in lines if line["kind"] == "save"]
     assert [(line["step"], line["ok"], line.get("error")) for line in saves] == [
@@ -343,8 +242,8 @@ def test_full_disk_is_reported_and_training_continues(two: Two, material: Path) 
     "`windlass train --resume`",
     "an optimizer step had 8 sequences when this run began, and would have 4 now",
 )
-def test_failures_end_the_run_on_every_rank(two: Two, name: str, messages: list[str]) -> None:
-    for outcome in two[0][name]:
+def test_failures_end_the_run_on_every_rank(two: Outcomes, name: str, messages: list[str]) -> None:
+    for outcome in (rank[name] for rank in two.ranks):
         assert [message for message in messages if message not in outcome["error"]] == []
 
 
@@ -357,9 +256,9 @@ def test_failures_end_the_run_on_every_rank(two: Two, name: str, messages: list[
         ("base, altered", "are not those that checkpoints/step-6 was trained on"),
     ],
 )
-def test_a_resume_that_is_refused_leaves_what_the_run_recorded(two: Two, name: str, error: str) -> None:
+def test_a_resume_that_is_refused_leaves_what_the_run_recorded(two: Outcomes, name: str, error: str) -> None:
     """`report` believes it; only the state, and why, are those of the resume."""
-    outcome = two[0][name][0]
+    outcome = two[name]
     assert error in outcome["error"]
     assert outcome["changed"] == []
 
@@ -369,24 +268,22 @@ def test_a_resume_that_is_refused_leaves_what_the_run_recorded(two: Two, name: s
     "`windlass train --resume`",
     "step-8: optimizer.pt is not what was written; kept as damaged-step-8",
 )
-def test_damaged_newest_checkpoint_is_skipped_and_reported(two: Two, material: Path) -> None:
-    outcomes, printed = two
-    run = material / "runs" / "poisoned"
-    assert outcomes["newest damaged"][0]["code"] == 0, outcomes["newest damaged"]
-    assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in printed["newest damaged"]
-    assert_same_bits(run / "final", material / "runs" / "plain" / "final")
-    assert steps(run) == steps(material / "runs" / "plain")
-    assert evaluations(run) == evaluations(material / "runs" / "plain")
+def test_damaged_newest_checkpoint_is_skipped_and_reported(two: Outcomes) -> None:
+    run = two.folder / "poisoned"
+    assert two["newest damaged"]["code"] == 0, two["newest damaged"]
+    assert "step-8: optimizer.pt is not what was written; kept as damaged-step-8" in printed(two, "newest damaged")
+    assert_same_bits(run / "final", two.folder / "plain" / "final")
+    assert steps(run) == steps(two.folder / "plain")
+    assert evaluations(run) == evaluations(two.folder / "plain")
 
 
-def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Two, material: Path) -> None:
-    outcomes, printed = two
+def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Outcomes) -> None:
     for name, adapter in (
         ("base, altered", "checkpoints/step-6"),
         ("adapter, altered", "plain/final"),
         ("best, altered", "checkpoints/step-"),
     ):
-        for outcome in outcomes[name]:
+        for outcome in (rank[name] for rank in two.ranks):
             assert re.search(
                 rf"the weights of model \(digest \w+\) are not those that {adapter}\d* was trained on: "
                 r"model \(digest \w+\)",
@@ -394,10 +291,9 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
             ), outcome
             assert "add --allow-other-base" in outcome["error"]
             assert "model.model_name_or_path" in outcome["where"]
-    assert [outcome.get("code") for outcome in outcomes["base, accepted"]] == [0, 0], outcomes["base, accepted"]
-    assert [outcome.get("code") for outcome in outcomes["base, put back"]] == [0, 0], outcomes["base, put back"]
-    assert "accepted with --allow-other-base" in printed["base, accepted"]
-    runs = material / "runs"
+    assert codes(two, "base, accepted") == codes(two, "base, put back") == [0, 0]
+    assert "accepted with --allow-other-base" in printed(two, "base, accepted")
+    runs = two.folder
     records = {name: read_json(runs / name / "final" / "base_model.json") for name in ("plain", "base parts")}
     loads = {name: read_json(runs / name / "load.json")["base_digest"] for name in records}
     assert (records["plain"]["base_name"], records["plain"]["base_digest"]) == ("model", loads["plain"])
@@ -413,9 +309,9 @@ def test_a_base_that_changed_by_one_bit_is_refused_unless_it_is_accepted(two: Tw
     assert [why for why in facts["verdict"]["against"] if "trained on another base model than before" in why]
 
 
-def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, material: Path) -> None:
-    run = material / "runs" / "plain"
-    assert [outcome["code"] for outcome in two[0]["plain, on other bases"]] == [0, 0]
+def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Outcomes) -> None:
+    run = two.folder / "plain"
+    assert codes(two, "plain, on other bases") == [0, 0]
     found = json.loads((run / "bases.json").read_text())
     adapter, losses = int(found["adapter"].removeprefix("step-")), found["losses"]
     (own,) = losses.keys() - {"nf4"}
@@ -423,11 +319,11 @@ def test_held_out_losses_on_bases_that_are_stored_in_other_ways(two: Two, materi
     assert 1e-5 < abs(losses[own][0] - losses["nf4"][0]) < 0.1
 
 
-def test_best_checkpoint_is_linked_and_loaded_at_the_end(two: Two, material: Path) -> None:
-    run = material / "runs" / "experts best"
+def test_best_checkpoint_is_linked_and_loaded_at_the_end(two: Outcomes) -> None:
+    run = two.folder / "experts best"
     losses = {step: loss for step, (loss, _) in evaluations(run).items()}
     lowest = min(losses, key=lambda step: losses[step])
     assert lowest != STEPS
     assert (run / "best").resolve() == run / "checkpoints" / f"step-{lowest}"
     assert_same_bits(run / "final", run / "best")
-    assert f"the adapter is that of step-{lowest}" in two[1]["experts, best"]
+    assert f"the adapter is that of step-{lowest}" in printed(two, "experts, best")

@@ -1,11 +1,8 @@
 """What tuning costs the rest: figures of the base without its adapter, beside those of every evaluation."""
 
-import importlib
 import json
 import random
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,97 +10,49 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_faults import windlass
+from test_train import EXPERTS, IN_FULL, SPLIT, WORDS, Outcomes, case, launched, write_run
+from text_run import write_rows
 from torch.nn.functional import cross_entropy
 
 from windlass import runfile, tiny
 from windlass.data.packing import open_rows
-from windlass.data.prepare import audit_data, prepare_data
+from windlass.data.prepare import audit_data
 from windlass.errors import SAVED, UserError
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
-from windlass.train import collate
-from windlass.train.base_alone import BaseAlone
-from windlass.train.batches import make_kept_batches
-from windlass.train.checkpoint.snapshot import load_adapter
-from windlass.train.head import Head, States
-from windlass.train.kept import list_worse, measure_kept_sets
-from windlass.train.load import describe_precision, load_base, open_base_tokenizer
+from windlass.train.kept import list_worse
+from windlass.train.load import describe_precision, load_base
 from windlass.train.logits import open_adapter
-from windlass.train.lora import attach_adapter
-from windlass.train.patches import Patches
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-train: Any = importlib.import_module("test_train")
-case = train.case
-EXPERTS, SPLIT, IN_FULL = train.EXPERTS, train.SPLIT, train.IN_FULL
 TOLERANCE = 1e-6  # in float32
 KEY = "data.keep"
-WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
-RUN = """
-model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
-lora: {{r: 4, lora_alpha: 8, lora_dropout: 0.1, target_modules: all-linear}}
-data:
-  dataset_name_or_path: {folder}/train.jsonl
-  val_split: null
-  max_length: 48
-  packing: false
-  eval: {{sea: {{path: {folder}/sea.jsonl}}, land: {{path: {folder}/land.jsonl}}}}
-  keep: {{old: {{path: {folder}/old.jsonl}}, tasks: {{path: {folder}/tasks.jsonl, split: "train[:5]"}}}}
-train:
-  output_dir: {folder}/out
-  max_steps: 4
-  gradient_accumulation_steps: 1
-  learning_rate: 0.01
-  bf16: false
-  gradient_checkpointing: false
-  per_device_eval_batch_size: 2
-  eval_on_start: true
-  eval_steps: 2
-  save_steps: 2
-  neftune_noise_alpha: 5
-  ddp_timeout: 60
-"""
-BIASED = {"model__model_name_or_path": "{folder}/biased", "lora__bias": "all"}
-AS_STORED = {"layout__base_dtype": "bf16"}
+BIASED: dict[str, Any] = {"model__model_name_or_path": "{folder}/biased", "lora__bias": "all"}
+AS_STORED: dict[str, Any] = {"layout__base_dtype": "bf16"}
 CASES: dict[int, dict[str, Any]] = {
     1: {
         "plain": case(1, **AS_STORED),
+        "none kept": case(1, data__keep={}, **AS_STORED),
         "pissa": case(1, lora__lora_dropout=0, lora__init_lora_weights="pissa", **AS_STORED),
         "dora": case(1, lora__use_dora=True, **AS_STORED),
         "biases": case(1, **BIASED),
-        "in full": case(1, **IN_FULL),
-        "fused": case(1, fused=True, lora__lora_dropout=0, **AS_STORED),
         "NF4": case(1, layout__base_dtype="nf4"),
+        "dpo": case(1, file="{folder}/pairs.yaml", **AS_STORED),
+        "orpo": case(1, train__objective="orpo", file="{folder}/pairs.yaml", **AS_STORED),
+        "stopped": case(1, faults=["stop 3"], **AS_STORED),
+        "fused": case(1, fused=True, lora__lora_dropout=0, **AS_STORED),
     },
     2: {
-        "full-shard": case(2, **AS_STORED),
         "gathered, in full": case(2, layout="no-reshard", layout__reshard_after_forward=False, **IN_FULL),
-        "resident": case(2, layout="resident", **EXPERTS, **AS_STORED),
         "experts split": case(2, **SPLIT, **EXPERTS, **AS_STORED),
     },
 }
-# Run by `make prove`.
-MORE: dict[int, dict[str, Any]] = {
-    1: {"experts": case(1, **EXPERTS, **AS_STORED), "FP8": case(1, layout__base_dtype="fp8")},
-    4: {
-        "full-shard": case(4, **AS_STORED),
-        "resident": case(4, layout="resident", **AS_STORED),
-        "hybrid, experts split": case(4, **SPLIT, layout__shard=2, layout__replicate=2, **EXPERTS, **AS_STORED),
-    },
-}
-EVERY = [(world, name) for world, cases in CASES.items() for name in cases]
-PAIRS = {"file": "{folder}/pairs.yaml", **AS_STORED}
-OTHERS = {
-    "dpo": case(1, **PAIRS),
-    "orpo": case(1, train__objective="orpo", **PAIRS),
-    "none kept": case(1, data__keep={}, **AS_STORED),
-    "stopped": case(1, train__output_dir="{out}/resumed", faults=["stop 3"], **AS_STORED),
-}
-RESUMED = {"resumed": case(1, train__output_dir="{folder}/others of 1/resumed", resume=True, **AS_STORED)}
+OTHERS = ("none kept", "dpo", "orpo", "stopped")
+EVERY = [(world, name) for world, cases in CASES.items() for name in cases if name not in OTHERS]
 
 
 @pytest.fixture(scope="session")
@@ -115,35 +64,45 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chance = random.Random(0)
     for name, count in (("train", 60), ("sea", 11), ("land", 7), ("old", 8)):
         rows = [{"text": " ".join(chance.choices(WORDS.split(), k=chance.randint(3, 20)))} for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+        write_rows(folder / f"{name}.jsonl", rows)
 
     def words() -> str:
         return " ".join(chance.choices(WORDS.split(), k=chance.randint(2, 9)))
 
-    tasks = [{"prompt": f"{words()}:", "completion": f" {words()}"} for _ in range(9)]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    write_rows(folder / "tasks.jsonl", [{"prompt": f"{words()}:", "completion": f" {words()}"} for _ in range(9)])
     pairs = [{"prompt": f"{words()}:", "chosen": f" {words()}", "rejected": f" {words()}"} for _ in range(30)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    of_pairs = [line for line in RUN.splitlines() if "eval:" not in line and "noise" not in line]
-    text = "\n".join(of_pairs).replace("train.jsonl", "pairs.jsonl").replace("train:", "train:\n  objective: dpo")
-    (folder / "pairs.yaml").write_text(
-        text.replace("val_split: null", "val_fraction: 0.2").replace("48", "96").format(folder=folder)
-    )
+    write_rows(folder / "pairs.jsonl", pairs)
+    paths = {name: {"path": f"{folder}/{name}.jsonl"} for name in ("sea", "land", "old", "tasks")}
+    keep: dict[str, Any] = {"old": paths["old"], "tasks": {**paths["tasks"], "split": "train[:5]"}}
+    data: dict[str, Any] = {
+        "dataset_name_or_path": f"{folder}/train.jsonl",
+        "val_split": None,
+        "max_length": 48,
+        "packing": False,
+    }
+    data |= {"eval": {name: paths[name] for name in ("sea", "land")}, "keep": keep}
+    train: dict[str, Any] = {"max_steps": 4, "learning_rate": 0.01, "warmup_ratio": 0, "per_device_eval_batch_size": 2}
+    train |= {
+        "eval_strategy": "steps",
+        "eval_on_start": True,
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    given: dict[str, Any] = {f"train__{key}": value for key, value in train.items()} | {"lora__lora_dropout": 0.1}
+    write_run(folder / "run.yaml", data=data, train__neftune_noise_alpha=5, **given)
+    data |= {"dataset_name_or_path": f"{folder}/pairs.jsonl", "val_fraction": 0.2, "max_length": 96}
+    of_pairs = {key: value for key, value in data.items() if key not in ("eval", "val_split")}
+    write_run(folder / "pairs.yaml", data=of_pairs, train__objective="dpo", **given)
     return folder
 
 
 @pytest.fixture(scope="session")
-def outcomes(material: Path) -> dict[int, Any]:
-    return {world: train.launched(material, world, cases) for world, cases in CASES.items()}
+def outcomes(material: Path) -> dict[int, Outcomes]:
+    return {world: launched(material, world, cases) for world, cases in CASES.items()}
 
 
-@pytest.fixture(scope="session")
-def others(material: Path) -> Any:
-    return train.launched(material, 1, OTHERS, "others ")
-
-
-def find_run(outcomes: dict[int, Any], world: int, name: str) -> Path:
+def find_run(outcomes: dict[int, Outcomes], world: int, name: str) -> Path:
     folder: Path = outcomes[world].folder / name
     assert outcomes[world][name].get("code") == 0, outcomes[world][name]
     return folder
@@ -210,22 +169,12 @@ def judge(model: Any, folder: Path, split: str = "validation") -> dict[int, floa
     }
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in MORE.items() for name in cases])
-def test_figures_are_the_same_with_more_ranks_and_bases(material: Path, world: int, name: str) -> None:
-    outcome = train.launched(material, world, {name: MORE[world][name]}, f"{name} ")
-    check_figures(material, find_run({world: outcome}, world, name), MORE[world][name]["overrides"])
-
-
 @pytest.mark.parametrize(("world", "name"), EVERY, ids=[f"{name} on {world}" for world, name in EVERY])
 def test_the_base_is_measured_as_if_no_adapter_had_been_attached(
-    material: Path, outcomes: dict[int, Any], world: int, name: str
+    material: Path, outcomes: dict[int, Outcomes], world: int, name: str
 ) -> None:
-    check_figures(material, find_run(outcomes, world, name), CASES[world][name]["overrides"])
-
-
-def check_figures(material: Path, folder: Path, overrides: list[str]) -> None:
-    model = open_plain(material, overrides)
+    folder = find_run(outcomes, world, name)
+    model = open_plain(material, CASES[world][name]["overrides"])
     base = judge(model, folder)
     first, *_, last = list_evaluations(folder)
     assert first["eval_base"] == last["eval_base"] == pytest.approx(base[-1], abs=TOLERANCE)
@@ -249,32 +198,32 @@ def check_figures(material: Path, folder: Path, overrides: list[str]) -> None:
     assert read_json(folder / DATA)["row_hashes"].keys() == {"train", "validation", "keep"}
 
 
-def test_a_loss_against_the_model_before_step_1_has_no_gain(others: Any) -> None:
-    dpo, orpo = (list_evaluations(find_run({1: others}, 1, name)) for name in ("dpo", "orpo"))
+def test_a_loss_against_the_model_before_step_1_has_no_gain(outcomes: dict[int, Outcomes]) -> None:
+    dpo, orpo = (list_evaluations(find_run(outcomes, 1, name)) for name in ("dpo", "orpo"))
     assert not [key for event in dpo for key in event if "gain" in key or "base" in key]
     assert all(event["eval_keep/tasks/kl"] > 1e-4 for event in (dpo[-1], orpo[-1]))  # rows of text beside pairs
     assert [event["eval_keep/tasks/worse"] for event in (dpo[0], orpo[0])] == [0, 0]
-    assert not (others.folder / "dpo" / BASE_FIGURES).exists()
+    assert not (outcomes[1].folder / "dpo" / BASE_FIGURES).exists()
     assert orpo[0]["eval_gain"] == pytest.approx(0, abs=TOLERANCE)
     assert orpo[-1]["eval_gain"] == pytest.approx(orpo[0]["eval_loss"] - orpo[-1]["eval_loss"], abs=2 * TOLERANCE)
 
 
-def test_a_resumed_run_finds_the_figures_of_the_base(material: Path, others: Any) -> None:
-    folder = others.folder / "resumed"
-    assert others["stopped"].get("code") == SAVED
+def test_a_resumed_run_finds_the_figures_of_the_base(material: Path, outcomes: dict[int, Outcomes]) -> None:
+    folder = outcomes[1].folder / "stopped"
+    assert outcomes[1]["stopped"].get("code") == SAVED
     stored = read_json(folder / BASE_FIGURES)
     (identity,) = stored
     write_json(folder / BASE_FIGURES, {identity: stored[identity] | {"eval_loss": 100.0}})  # measured again, it is gone
-    resumed = train.launched(material, 1, RESUMED, "resumed ")
-    assert resumed["resumed"].get("code") == 0, resumed["resumed"]
+    again = {"resumed": case(1, train__output_dir=str(folder), resume=True, **AS_STORED)}
+    resumed = launched(material, 1, again, "resumed ")["resumed"]
+    assert resumed.get("code") == 0, resumed
     first, *_, last = list_evaluations(folder)
     assert (first["eval_base"], last["eval_base"]) == (stored[identity]["eval_loss"], 100.0)
     assert last["eval_gain"] == 100.0 - last["eval_loss"]
 
 
 def test_trials_of_a_sweep_measure_the_base_once(material: Path) -> None:
-    text = (material / "run.yaml").read_text().replace(f"{material}/out", f"{material}/sweep")
-    path = material / "sweep.yaml"
+    path, text = material / "sweep.yaml", (material / "run.yaml").read_text().replace("/out", "/sweep")
     path.write_text(
         f"{text}layout: {{base_dtype: bf16}}\nsweep: {{train.learning_rate: [0.01, 0.002]}}\ncluster: {{gpu: cpu}}\n"
     )
@@ -289,7 +238,7 @@ def test_trials_of_a_sweep_measure_the_base_once(material: Path) -> None:
     assert len({event["eval_gain"] for event in evaluations}) == 2
 
 
-def test_the_gain_is_in_log_watch_status_and_report(material: Path, outcomes: dict[int, Any]) -> None:
+def test_the_gain_is_in_log_watch_status_and_report(material: Path, outcomes: dict[int, Outcomes]) -> None:
     folder = find_run(outcomes, 1, "plain")
     gain = list_evaluations(folder)[-1]["eval_gain"]
     said = f"{abs(gain):.4f} {'below' if gain > 0 else 'above'} the base"
@@ -302,9 +251,8 @@ def test_the_gain_is_in_log_watch_status_and_report(material: Path, outcomes: di
     assert {"evaluation", "evaluation sea", "base model, evaluated"} < {curve["label"] for curve in loss["series"]}
 
 
-def test_kept_sets_change_nothing_of_the_training(outcomes: dict[int, Any], others: Any) -> None:
-    with_kept = find_run(outcomes, 1, "plain")
-    without = find_run({1: others}, 1, "none kept")
+def test_kept_sets_change_nothing_of_the_training(outcomes: dict[int, Outcomes]) -> None:
+    with_kept, without = (find_run(outcomes, 1, name) for name in ("plain", "none kept"))
     assert not [key for event in list_evaluations(without) for key in event if key.startswith(KEPT)]
     for at in ("checkpoints/step-2", "final"):
         one, other = (load_file(folder / at / ADAPTER) for folder in (with_kept, without))
@@ -314,81 +262,7 @@ def test_kept_sets_change_nothing_of_the_training(outcomes: dict[int, Any], othe
     assert losses[0] == losses[1]
 
 
-@pytest.fixture
-def parts(material: Path, outcomes: dict[int, Any]) -> dict[str, Any]:
-    """Return what `measure_kept_sets` takes, of a trained adapter on a base, and what is right."""
-    folder = find_run(outcomes, 1, "plain")
-    plan = make_plan(
-        runfile.read_run_file(material / "run.yaml", ["layout.base_dtype=bf16", f"train.output_dir={folder}"])
-    )
-    model = open_plain(material, ["layout.base_dtype=bf16"])
-    rows = read_rows(folder, "keep")
-    predicted = predict(model, rows)
-    base = BaseAlone(model, ())
-    adapted = attach_adapter(model, plan.run.lora, plan.adapter, plan.run.train.seed).eval()
-    load_adapter(adapted, folder / "checkpoints" / "step-4")
-    right = judge_kept(predicted, predict(adapted, rows), rows)
-    Patches().patch_forward(adapted.get_base_model())
-    tokenizer = open_base_tokenizer(plan)
-    data = prepare_data(plan.run, tokenizer, say=print)
-    batches = make_kept_batches(plan, data, tokenizer.pad_token_id)
-    assert batches is not None
-    batches.round_rows = 8  # filled up with rows that are none
-    return {"batches": batches, "model": adapted.get_base_model(), "base": base, "right": right, "rows": rows}
-
-
-def measure(parts: dict[str, Any]) -> dict[str, float] | None:
-    return measure_kept_sets(parts["batches"], parts["model"], parts["base"], autocast=nullcontext())
-
-
-def test_figures_of_kept_sets_are_those_of_full_predictions(parts: dict[str, Any]) -> None:
-    for _ in range(2):  # the adapter is back on afterwards
-        assert measure(parts) == pytest.approx(parts["right"], abs=TOLERANCE)
-
-
-Fault = Callable[[pytest.MonkeyPatch], None]
-
-
-def stay_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BaseAlone, "active", lambda _: nullcontext())
-
-
-def stay_off(patch: pytest.MonkeyPatch) -> None:
-    original = BaseAlone.active
-    entered = []
-
-    @contextmanager
-    def off(self: BaseAlone) -> Iterator[None]:
-        entered.append(original(self))
-        entered[-1].__enter__()
-        yield
-
-    patch.setattr(BaseAlone, "active", off)
-
-
-def swap_directions(patch: pytest.MonkeyPatch) -> None:
-    original = Head.compare
-
-    def swapped(self: Head, adapted: States, hidden: Any, targets: Any) -> Any:
-        right = original(self, adapted, hidden, targets)
-        return torch.cat([right[:2], original(self, self.capture(hidden), adapted.hidden, targets)[2:]])
-
-    patch.setattr(Head, "compare", swapped)
-
-
-def count_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(collate.Collate.fill, "labels", [0, 0])
-
-
-@pytest.mark.parametrize("plant", [stay_on, stay_off, swap_directions, count_padding])
-def test_a_wrong_figure_of_a_kept_set_is_seen(
-    parts: dict[str, Any], plant: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    assert measure(parts) != pytest.approx(parts["right"], abs=TOLERANCE)
-
-
-def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, outcomes: dict[int, Any]) -> None:
+def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, outcomes: dict[int, Outcomes]) -> None:
     folder = find_run(outcomes, 2, "experts split")
     evaluations = {event["step"]: read_kept_figures(event) for event in list_evaluations(folder)}
     worst = {step: max(list_worse(figures).values()) for step, figures in evaluations.items() if step}
@@ -412,7 +286,7 @@ def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, o
         (["data.keep={a: {path: blank.jsonl}}"], "nothing-supervised", KEY),
         (["data.keep={a: {path: old.jsonl, split: 'train[:0]'}}"], "no-rows", KEY),
         (["data.keep={a: {path: absent.jsonl}}"], "no-such-file", KEY),
-        (["data.eval={}", "data.val_split=auto"], "no-validation-rows", "train.eval_steps"),
+        (["data.eval={}", "data.val_split=auto"], "no-validation-rows", "train.eval_strategy"),
     ],
 )
 def test_kept_sets_that_cannot_be_measured_are_refused(

@@ -4,14 +4,12 @@ import copy
 import html
 import itertools
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import warm
+from test_faults import windlass
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -63,11 +61,9 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, sample in (("without", ""), ("stated", STATED), ("rows", ROWS)):
         (tmp_path / f"{name}.yaml").write_text(RUN.format(folder=name, sample=sample))
-        command = [warm.python(), "-m", "windlass", "train", f"{name}.yaml"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        assert ("4 of 6 prompts were reached within max_seconds: 1e-06" in done.stdout + done.stderr) == (
+        code, printed = windlass(f"train {name}.yaml", tmp_path)
+        assert code == 0, printed
+        assert ("4 of 6 prompts were reached within max_seconds: 1e-06" in " ".join(printed.split())) == (
             name == "rows"
         )
     assert steps(tmp_path / "stated") == steps(tmp_path / "rows") == steps(tmp_path / "without")
@@ -98,26 +94,6 @@ def test_prompts_are_continued_by_all_ranks_and_training_goes_on_bit_for_bit(tmp
     assert [line["step"] for line in lines] == [2, 2, 2, 2]  # every second evaluation, from the first on
     texts = [row["text"] for row in rows]
     assert all(f"{line['prompt']}{line['reference']}" in texts for line in lines)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("layout", ["name: full-shard", "name: expert-parallel, expert_parallel: 2"])
-@pytest.mark.parametrize("dtype", ["fp8", "nf4"])
-def test_quantized_base_generates_without_changing_training(tmp_path: Path, layout: str, dtype: str) -> None:
-    tiny.write_model(tmp_path / "model", "mistral4", quantization="tensor" if dtype == "fp8" else "none")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"hull keel mast {n}"}) + "\n" for n in range(40)))
-    for name, sample in (("without", ""), ("stated", STATED)):
-        text = RUN.format(folder=name, sample=sample).replace("torch_dtype: float32", "torch_dtype: bfloat16")
-        text = text.replace("bf16: false", "bf16: true").replace(
-            "name: expert-parallel, expert_parallel: 2", f"{layout}, base_dtype: {dtype}"
-        )
-        (tmp_path / f"{name}.yaml").write_text(text)
-        command = [warm.python(), "-m", "windlass", "train", f"{name}.yaml"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-    assert steps(tmp_path / "stated") == steps(tmp_path / "without")
-    assert [line["prompt"] for line in samples(tmp_path / "stated")] == 3 * PROMPTS
-    assert all(line["text"] for line in samples(tmp_path / "stated"))
 
 
 def test_embedding_noise_equals_transformers_and_skips_evaluations() -> None:

@@ -17,7 +17,6 @@ from windlass.plan import Plan, make_plan
 from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.memory import Tokens, forward_bytes, layer_bytes, list_training_moments
 from windlass.plan.search import drop_dominated, is_same_layout, list_overrides
-from windlass.plan.show import print_plan
 from windlass.plan.split_rows import check_split_rows, pad_to_pieces, why_not_split
 from windlass.runfile import read_run_file
 from windlass.runfile.accelerate import read_accelerate
@@ -66,13 +65,6 @@ def test_settings_that_split_rows_do_not_work_with_are_refused(case: str, tmp_pa
     assert [problem for problem in problems if problem.code == code and place in problem.where and problem.hint]
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    with refused("ranks-not-divisible", f"{KEY}=5") as problems:
-        planned(tmp_path, f"{KEY}=5", "data.max_length=8", "train.compile=true")
-    assert {problem.code for problem in problems} == {"ranks-not-divisible", "row-too-short", "not-with-split-rows"}
-    assert "it may be 2, 4, 8" in problems[0].hint
-
-
 def test_families_are_named_that_carry_a_state_or_are_not_proven(tmp_path: Path) -> None:
     base = find_published_base("Mistral-Small-4-119B-2603")
     assert base is not None
@@ -94,20 +86,6 @@ def test_positions_that_depend_on_the_rows_length_are_refused(kind: str) -> None
     assert base is not None
     scaled: dict[str, Any] = {**base.config, "rope_parameters": {"rope_type": kind}}
     assert kind in why_not_split(replace(base, config=scaled))
-
-
-def test_a_script_has_no_such_key(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("kind: script\nscript: {path: train.py}\nlayout: {context_parallel: 2}\n")
-    with refused("unknown-key", KEY):
-        read_run_file(tmp_path / "run.yaml")
-
-
-def test_other_tools_names_are_answered_with_the_key(tmp_path: Path) -> None:
-    for name in ("cp_size", "sequence_parallel_degree", "context_parallel_size", "ulysses_degree"):
-        (tmp_path / "run.yaml").write_text(f"layout: {{{name}: 2}}\n")
-        with refused("unknown-key", name) as problems:
-            read_run_file(tmp_path / "run.yaml")
-        assert "context_parallel" in problems[0].hint
 
 
 # --- what follows ------------------
@@ -248,15 +226,6 @@ def test_the_longest_row_is_longer_when_split_and_fits_when_pasted(tmp_path: Pat
     assert (alone.split_tokens, alone.context_parallel, *alone.longer) == (0, 1)
 
 
-def test_the_plan_shows_groups_and_the_longest_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(planned(tmp_path, f"{KEY}=4", "layout.name=full-shard"), details=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 groups of 4 GPUs that split rows" in said
-    assert "longest row that fits" in said
-    print_plan(planned(tmp_path, f"{KEY}=8"))
-    assert "1 micro-batch x 8 GPUs that split rows" in " ".join(capsys.readouterr().out.split())
-
-
 def test_an_accelerate_file_sets_it_and_an_override_wins(tmp_path: Path) -> None:
     sizes = "num_machines: 1\nnum_processes: 8\nparallelism_config:\n  parallelism_config_cp_size: {}\n"
     made = planned(tmp_path, accelerate=sizes.format(4))
@@ -290,11 +259,11 @@ def test_check_measures_the_links_of_a_group(tmp_path: Path) -> None:
     assert (verdict, "45.00 GB/s" in seen) == (PASS, True)
 
 
-@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"])
-def test_other_tools_files_become_the_key(key: str, tmp_path: Path) -> None:
+def test_other_tools_files_become_the_key(tmp_path: Path) -> None:
     theirs = "base_model: m\nadapter: lora\ndatasets: [{path: rows.jsonl, type: chat_template}]\n"
-    for ranks, expected in ((4, 4), (1, None)):
-        (tmp_path / "theirs.yaml").write_text(f"{theirs}{key}: {ranks}\n")
-        made = import_file(tmp_path / "theirs.yaml")
-        assert made.settings.get(KEY) == expected
-        assert key not in made.no_effect
+    for key in ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"):
+        for ranks, expected in ((4, 4), (1, None)):
+            (tmp_path / "theirs.yaml").write_text(f"{theirs}{key}: {ranks}\n")
+            made = import_file(tmp_path / "theirs.yaml")
+            assert made.settings.get(KEY) == expected
+            assert key not in made.no_effect

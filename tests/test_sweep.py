@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from refusals import refused
 from run_records import read_records
 from safetensors.torch import load_file
 from test_faults import windlass
+from text_run import WORDS
 
 from windlass import tiny
 from windlass.compat import enable_checkpointing
@@ -63,7 +65,6 @@ from windlass.train.session import Options, Session
 from windlass.train.shared_base import SharedBase
 from windlass.train.trackers import open_tensorboard
 
-WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """\
 model: {model_name_or_path: model, torch_dtype: float32}
 lora: {r: 4, lora_alpha: 8, target_modules: [q_proj, o_proj]}
@@ -104,8 +105,15 @@ def write_sweep(folder: Path, name: str, trials: dict[str, dict[str, Any]], more
     listed = [{"name": trial, **settings} for trial, settings in trials.items()]
     path = folder / f"{name}.yaml"
     text = RUN.replace("output_dir: sweep", f"output_dir: {name}") + more
-    path.write_text(f"{text}sweep:\n  trials: {json.dumps(listed)}\n")
+    path.write_text(f"{text}\nsweep:\n  trials: {json.dumps(listed)}\n")
     return path
+
+
+def copy_material(material: Path, tmp_path: Path, *sweeps: str) -> Path:
+    """Copy the model and the data, and sweeps of these names."""
+    wanted = {"model", "data.txt", "other.txt", *sweeps, *(f"{name}.yaml" for name in sweeps)}
+    left_out = [path.name for path in material.iterdir() if path.name not in wanted]
+    return Path(shutil.copytree(material, tmp_path / "here", ignore=lambda *_: left_out))
 
 
 def run(command: str, folder: Path, code: int = 0) -> str:
@@ -122,49 +130,38 @@ def output(command: str, folder: Path) -> Any:
     return json.loads(printed)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Adapters, optimizers, random numbers and losses, bit for bit, at every checkpoint and at the end."""
-    steps = sorted(path.name for path in (one / "checkpoints").iterdir())
-    assert steps == sorted(path.name for path in (other / "checkpoints").iterdir())
-    files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
-    assert files
-    for file in files:
-        ours, theirs = load_file(one / file), load_file(other / file)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
-    for file in [path.relative_to(one) for path in one.rglob("*.pt")]:
-        assert_same(*(torch.load(folder / file, weights_only=False) for folder in (one, other)))
-    for file in [path.relative_to(one) for name in ("random.json", "scheduler.json") for path in one.rglob(name)]:
-        assert read_json(one / file) == read_json(other / file)
-    of_ranks = [sorted(path.name for path in folder.glob("steps-rank*.jsonl")) for folder in (one, other)]
-    assert of_ranks[0] == of_ranks[1] != []
-    for name in of_ranks[0]:
-        lines = [
-            [
-                {key: line.get(key) for key in ("step", "loss", "grad_norm", "learning_rate", "rows", "tokens")}
-                for line in read_steps(folder / name)
-            ]
-            for folder in (one, other)
-        ]
-        assert lines[0] == lines[1]
-    evaluated = [
-        [
-            (event["step"], event["eval_loss"])
-            for event in read_json_lines(folder / "events.jsonl")
-            if "eval_loss" in event
-        ]
-        for folder in (one, other)
-    ]
-    assert evaluated[0] == evaluated[1]
-    recorded = [read_json(folder / "manifest.json") for folder in (one, other)]
-    for manifest in recorded:
-        del manifest["run"]["train"]["output_dir"], manifest["layout"]["reason"]
-    for key in ("run", "base_digest", "data", "layout"):
-        assert recorded[0].get(key) == recorded[1].get(key), key
-
-
 def read_steps(path: Path) -> list[dict[str, Any]]:
     return list(Tail(path).objects())
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "adapter_model.safetensors": load_file,
+    "optimizer.pt": partial(torch.load, weights_only=False),
+    "random.json": read_json,
+    "scheduler.json": read_json,
+    "reference.safetensors": load_file,
+}
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """Return what two equal runs have in common: checkpoints, losses and evaluations, and what was recorded."""
+    found: dict[str, Any] = {
+        str(path.relative_to(run)): READERS[path.name](path) for path in run.rglob("*") if path.name in READERS
+    }
+    keys = ("step", "loss", "grad_norm", "learning_rate", "rows", "tokens")
+    for path in run.glob("steps-rank*.jsonl"):
+        found[path.name] = [{key: line.get(key) for key in keys} for line in read_steps(path)]
+    events = read_json_lines(run / "events.jsonl")
+    found["evaluations"] = [(event["step"], event["eval_loss"]) for event in events if "eval_loss" in event]
+    manifest = read_json(run / "manifest.json")
+    del manifest["run"]["train"]["output_dir"], manifest["layout"]["reason"]
+    return found | {key: manifest.get(key) for key in ("run", "base_digest", "data", "layout")}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    ours, theirs = read_run(one), read_run(other)
+    assert {"final/adapter_model.safetensors", "steps-rank0.jsonl"} <= ours.keys()
+    assert_same(ours, theirs)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -186,40 +183,36 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 ONE_RANK = "cluster.gpus_per_node=1"
-LAYOUTS = {
-    "resident": "layout: resident\n",
-    "full-shard": "layout: full-shard\n",
-    "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
-    "no-reshard": "layout: no-reshard\n",
-    "recomputed": "layout: {name: full-shard, activation_checkpointing: true}\n",
-}
-SIMPLER = ("full-shard", "no-reshard", "recomputed")  # than expert-parallel, whose trials meet what these do
+RESIDENT = "layout: resident\n"
+
+
+@pytest.fixture(scope="module")
+def swept(material: Path) -> Path:
+    """A finished sweep on one rank, beside the model and the data."""
+    run(f"train {write_sweep(material, 'swept', TRIALS, RESIDENT)} --override {ONE_RANK}", material)
+    return material / "swept"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.prove] if name in SIMPLER else []) for name in LAYOUTS],
-)
-def test_every_trial_equals_the_run_alone_in_any_order(layout: str, material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
-    trials = {name: dict(settings) for name, settings in TRIALS.items()}
-    if layout == "expert-parallel":
-        del trials["third"]["train.optim"]  # adafactor looks at a full tensor
-    forward = write_sweep(folder, "forward", trials, LAYOUTS[layout])
-    ways = ["forward"]
-    more = f"--override {ONE_RANK}" if layout == "resident" else ""  # the others have what two ranks add
-    run(f"train {forward} {more}", folder)
-    if layout == "resident":  # the order is the same code wherever the base is
-        ways.append("backward")
-        backward = write_sweep(folder, "backward", dict(reversed(trials.items())), LAYOUTS[layout])
-        run(f"train {backward} {more}", folder)
-    for name in trials:
-        file = folder / "forward" / "trials" / name / "run.yaml"
-        run(f"train {file} --override train.output_dir=alone/{name}", folder)
-        for way in ways:
-            assert_same_run(folder / "alone" / name, folder / way / "trials" / name)
-    assert set(list_trials(folder / "forward").values()) == {FINISHED}
+def test_every_trial_equals_the_run_alone_in_any_order(swept: Path, material: Path) -> None:
+    """Whatever a trial leaves behind is before another one in one of the two orders."""
+    backward = write_sweep(material, "backward", dict(reversed(TRIALS.items())), RESIDENT)
+    run(f"train {backward} --override {ONE_RANK}", material)
+    for name in TRIALS:
+        assert_same_run(material / "backward" / "trials" / name, swept / "trials" / name)
+    run(f"train {swept / 'trials' / 'second' / 'run.yaml'} --override train.output_dir=alone", material)
+    assert_same_run(material / "alone", swept / "trials" / "second")
+    assert set(list_trials(swept).values()) == {FINISHED}
+
+
+@pytest.mark.long
+def test_a_trial_after_one_with_split_experts_equals_the_run_alone(material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
+    trials = {"second": TRIALS["second"], "third": {**TRIALS["third"], "train.optim": "adamw_torch"}}
+    run(f"train {write_sweep(folder, 'sweep', trials, 'layout: {name: expert-parallel, expert_parallel: 2}')}", folder)
+    third = folder / "sweep" / "trials" / "third"
+    run(f"train {third / 'run.yaml'} --override train.output_dir=alone", folder)
+    assert_same_run(folder / "alone", third)
 
 
 # --- what ends a trial, or the sweep ---
@@ -243,47 +236,35 @@ def count_steps(run: Path) -> int:
     return len(read_steps(path)) if path.exists() else 0
 
 
-def write_long(folder: Path, name: str) -> Path:
-    """Write a sweep whose second trial takes long."""
-    trials = TRIALS | {"second": {**TRIALS["second"], "train.max_steps": 16}}
-    path = write_sweep(folder, name, trials, "layout: full-shard\n")
-    path.write_text(path.read_text().replace("_steps: 2\n", "_steps: 4\n"))
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(material: Path) -> Path:
-    """An uninterrupted sweep."""
-    run(f"train {write_long(material, 'whole')}", material)
-    return material / "whole"
-
-
 @pytest.mark.long
-def test_a_stopped_sweep_goes_on_with_the_trial_that_was_stopped(whole: Path, material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
-    file = write_long(folder, "whole")
+def test_a_stopped_sweep_goes_on_with_the_trial_that_was_stopped(swept: Path, material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
+    trials = TRIALS | {"second": {**TRIALS["second"], "train.max_steps": 24}}
+    file = write_sweep(folder, "stopped", trials, RESIDENT)
+    file.write_text(file.read_text().replace("gpus_per_node: 2", "gpus_per_node: 1"))
     process = start(f"train {file}", folder, warm.python())
-    second = folder / "whole" / "trials" / "second"
+    sweep, second = folder / "stopped", folder / "stopped" / "trials" / "second"
     wait_for(lambda: count_steps(second) > 2, process)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=800)
     assert process.returncode == SAVED, printed
-    states = [read_json(trial / "manifest.json").get("state") for trial in list_trials(folder / "whole")]
+    states = [read_json(trial / "manifest.json").get("state") for trial in list_trials(sweep)]
     assert states == [FINISHED, STOPPED, None]
-    assert read_json(folder / "whole" / "manifest.json")["state"] == STOPPED
-    first = (folder / "whole" / "trials" / "first" / "manifest.json").stat().st_mtime_ns
-    assert "trial second, 1 of 3 trials ended" in run("watch whole --once", folder)
+    assert read_json(sweep / "manifest.json")["state"] == STOPPED
+    first = (sweep / "trials" / "first" / "manifest.json").stat().st_mtime_ns
+    assert "trial second, 1 of 3 trials ended" in run("watch stopped --once", folder)
     assert "trial second, 1 of 3 trials ended, step" in run(f"status {file}", folder)
     assert "unfinished sweep" in run(f"train {file}", folder, code=2)
     run(f"train {file} --resume", folder)
-    assert (folder / "whole" / "trials" / "first" / "manifest.json").stat().st_mtime_ns == first
+    assert (sweep / "trials" / "first" / "manifest.json").stat().st_mtime_ns == first
     for name in ("first", "third"):
-        assert_same_run(folder / "whole" / "trials" / name, whole / "trials" / name)
-    same_adapter(second, whole / "trials" / "second")
+        assert_same_run(sweep / "trials" / name, swept / "trials" / name)
+    run(f"train {second / 'run.yaml'} --override train.output_dir=alone", folder)
+    same_adapter(second, folder / "alone")
     assert "finished sweep" in run(f"train {file}", folder, code=2)
-    before = read_records(folder / "whole")
+    before = read_records(sweep)
     assert "contains this sweep, finished: nothing is left to train" in run(f"train {file} --resume", folder)
-    assert read_records(folder / "whole") == before
+    assert read_records(sweep) == before
 
 
 def same_adapter(one: Path, other: Path) -> None:
@@ -293,43 +274,17 @@ def same_adapter(one: Path, other: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("a trial of a sweep that diverges", "`windlass train`", "an alarm ended 1 of 3 trials: second")
-def test_a_trial_that_diverges_ends_alone(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
-    trials = {
-        "first": TRIALS["first"],
-        "second": TRIALS["second"] | {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0},
-        "third": TRIALS["third"],
-    }
-    file = write_sweep(folder, "sweep", trials, "layout: resident\n")
-    printed = run(f"train {file}", folder, code=1)
-    assert "an alarm ended 1 of 3 trials: second" in printed
+def test_a_trial_that_diverges_ends_alone(swept: Path, material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
+    diverging = {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0}
+    trials = {**TRIALS, "second": TRIALS["second"] | diverging}
+    train = f"train {write_sweep(folder, 'sweep', trials, RESIDENT)} --override {ONE_RANK}"
+    assert "an alarm ended 1 of 3 trials: second" in run(train, folder, code=1)
     assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
-    alone = folder / "sweep" / "trials" / "third" / "run.yaml"
-    run(f"train {alone} --override train.output_dir=alone", folder)
-    assert_same_run(folder / "alone", folder / "sweep" / "trials" / "third")
-    assert "an alarm ended 1 of 3 trials: second" in run(f"train {file} --resume", folder, code=1), "not trained again"
+    assert_same_run(folder / "sweep" / "trials" / "third", swept / "trials" / "third")
+    assert "an alarm ended 1 of 3 trials: second" in run(f"{train} --resume", folder, code=1), "not trained again"
     report = run("report sweep", folder)
     assert report.index("first") < report.index("second"), "what never was evaluated comes last"
-    # What has ended is compared with what the run file says now, and so are its data.
-    more = file.read_text().replace('"name": "third"', '"name": "fourth"')
-    changed = more.replace("max_length: 48", "max_length: 40")
-    file.write_text(changed)
-    assert "trial first: was 48 when this run began" in " ".join(run(f"train {file} --resume", folder, code=2).split())
-    file.write_text(more.replace("max_steps: 4", "max_steps: 5"))
-    printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
-    assert "trial first: was 4 when this run began, is 5 now" in printed
-    file.write_text(more)
-    rows = (folder / "data.txt").read_text()
-    (folder / "data.txt").write_text(rows.replace("mast", "hull"))
-    before = read_records(folder / "sweep")
-    printed = " ".join(run(f"train {file} --resume", folder, code=2).split())
-    assert "third is no longer in the run file" in printed
-    assert "trial first: the data are not those" in printed
-    assert read_records(folder / "sweep") == before
-    (folder / "data.txt").write_text(rows)
-    run(f"train {file} --resume", folder, code=1)
-    assert list(list_trials(folder / "sweep").values()) == [FINISHED, FAILED, FINISHED]
-    assert (folder / "sweep" / "trials" / "third" / "final").is_dir()
 
 
 def make_session(said: list[str]) -> Session:
@@ -339,7 +294,7 @@ def make_session(said: list[str]) -> Session:
 
 
 def plan_trials(material: Path, folder: Path, names: list[str], *overrides: str) -> Plan:
-    path = write_sweep(material, "claimed", {name: TRIALS.get(name, {}) for name in names}, "layout: resident\n")
+    path = write_sweep(material, "claimed", {name: TRIALS.get(name, {}) for name in names}, RESIDENT)
     return make_plan(read_run_file(path, [ONE_RANK, f"train.output_dir={folder}", *overrides]))
 
 
@@ -451,35 +406,30 @@ def test_results_of_other_settings_leave_the_table_with_their_trials(
 @pytest.mark.long
 @pytest.mark.fault("a run into the folder of a sweep", "`windlass train`", "contains a sweep, and no run")
 @pytest.mark.fault("a sweep into the folder of a run", "`windlass train`", "contains a run, and no sweep")
-def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
-    file = write_sweep(folder, "sweep", {name: TRIALS[name] for name in ("first", "second")}, "layout: resident\n")
-    one = "--override cluster.gpus_per_node=1"
-    run(f"train {file} {one}", folder)
-    run_file = folder / "alone.yaml"
-    run_file.write_text(RUN)
+def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(
+    swept: Path, material: Path, tmp_path: Path
+) -> None:
+    folder = copy_material(material, tmp_path, "swept")
+    run_file = folder / "run.yaml"
+    run_file.write_text(RUN.replace("output_dir: sweep", "output_dir: swept"))
     assert "contains a sweep, and no run" in " ".join(run(f"train {run_file} --resume", folder, code=2).split())
-    trial = folder / "sweep" / "trials" / "second"
-    to_trial = f"--override train.output_dir={trial}"
-    assert "contains a run, and no sweep" in " ".join(run(f"train {file} {to_trial} --resume", folder, code=2).split())
+    to_trial = f"--override train.output_dir={folder / 'swept' / 'trials' / 'second'}"
+    printed = run(f"train {folder / 'swept.yaml'} {to_trial} --resume", folder, code=2)
+    assert "contains a run, and no sweep" in " ".join(printed.split())
 
-    ranking = output("best sweep --json", folder)
-    names = {candidate["name"] for candidate in ranking["best"]}
-    assert names == {"base model", *(f"{trial}/step-{step}" for trial in ("first", "second") for step in (2, 4))}
-    for name in ("first", "second"):
-        alone = output(f"best sweep/trials/{name} --json", folder)
-        losses = {candidate["name"]: candidate["loss"] for candidate in ranking["best"]}
-        for candidate in alone["best"]:
-            of_all = losses.get(f"{name}/{candidate['name']}", losses["base model"])
-            assert candidate["loss"] == of_all, "ranked together as alone"
-    assert "it is a sweep, whose adapters are in its trials" in run("export sweep --to adapter", folder, code=2)
-    run("export sweep/trials/second --to adapter", folder)
-    run("generate sweep/trials/second --prompt mast --tokens 2", folder)
-    report = output("report sweep --json", folder)
+    losses = {each["name"]: each["loss"] for each in output("best swept --json", folder)["best"]}
+    assert losses.keys() == {"base model", *(f"{trial}/step-{step}" for trial in TRIALS for step in (2, 4))}
+    for each in output("best swept/trials/second --json", folder)["best"]:
+        of_all = losses.get(f"second/{each['name']}", losses["base model"])
+        assert each["loss"] == of_all, "ranked together as alone"
+    assert "it is a sweep, whose adapters are in its trials" in run("export swept --to adapter", folder, code=2)
+    run("export swept/trials/second --to adapter", folder)
+    run("generate swept/trials/second --prompt mast --tokens 2", folder)
+    report = output("report swept --json", folder)
     found = [trial["eval_loss"] for trial in report["sweep"]["trials"]]
     assert found == sorted(found)
-    assert {trial["name"] for trial in report["sweep"]["trials"]} == {"first", "second"}
-    page = (folder / "sweep" / "report.html").read_text()
+    assert {trial["name"] for trial in report["sweep"]["trials"]} == {*TRIALS}
+    page = (folder / "swept" / "report.html").read_text()
     assert "Trials, the lowest evaluation loss first" in page
     assert "gain over the base" in page
 
@@ -490,7 +440,7 @@ def test_runs_and_sweeps_share_no_folder_and_all_commands_take_them(material: Pa
 @pytest.mark.fault("a trial that changes the base", "`windlass train`", "is not as it was loaded")
 def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(material)
-    plan = make_plan(read_run_file(write_sweep(material, "base", TRIALS, "layout: resident\n"), [ONE_RANK])).trials[1]
+    plan = make_plan(read_run_file(write_sweep(material, "base", TRIALS, RESIDENT), [ONE_RANK])).trials[1]
     base = SharedBase(keeps=True)
     model, _ = base.get(lambda: load_base(plan.base, plan.layout, dtype=torch.float32))
     before: dict[str, Any] = {name: vars(module).copy() for name, module in model.named_modules()}
@@ -527,12 +477,10 @@ def test_a_base_that_is_not_as_it_was_loaded_ends_the_sweep(material: Path, monk
     "`windlass train --resume`",
     "trial first: config.json of model is not the one that first/final was trained with",
 )
-def test_trials_of_two_bases_share_no_table(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here", ignore=shutil.ignore_patterns("whole"))
-    trials: dict[str, dict[str, Any]] = {"first": {}, "second": {"lora.r": 8}}
-    resume = f"train {write_sweep(folder, 'sweep', trials, LAYOUTS['resident'])} --override {ONE_RANK} --resume"
-    run(resume, folder)
-    sweep, config = folder / "sweep", folder / "model" / "config.json"
+def test_trials_of_two_bases_share_no_table(swept: Path, material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path, "swept")
+    resume = f"train {folder / 'swept.yaml'} --override {ONE_RANK} --resume"
+    sweep, config = folder / "swept", folder / "model" / "config.json"
     second = sweep / "trials" / "second"
     config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
     shutil.rmtree(second / "final")
@@ -541,7 +489,8 @@ def test_trials_of_two_bases_share_no_table(material: Path, tmp_path: Path) -> N
             update_manifest(second, state=state)
         else:
             shutil.rmtree(second)
-        update_manifest(sweep, state=STOPPED, **{TRIALS_KEY: {"first": FINISHED, "second": state}})
+        states = {"first": FINISHED, "second": state, "third": FINISHED}
+        update_manifest(sweep, state=STOPPED, **{TRIALS_KEY: states})
         before = read_records(sweep)
         printed = " ".join(run(resume, folder, code=2).split())
         assert "trial first: config.json of model is not the one that first/final was trained with" in printed
@@ -550,7 +499,7 @@ def test_trials_of_two_bases_share_no_table(material: Path, tmp_path: Path) -> N
         assert read_records(sweep) == before
     printed = " ".join(run(f"{resume} --allow-other-base", folder).split())
     assert "warning: config.json of model is not the one that first/final" in printed
-    assert list(list_trials(sweep).values()) == [FINISHED, FINISHED]
+    assert set(list_trials(sweep).values()) == {FINISHED}
 
 
 # --- the run file ---
@@ -702,7 +651,7 @@ def test_trials_write_no_common_tensorboard_log(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.fault("ranks that would train other trials together", "`windlass train`", "sweep.together is [")
 def test_ranks_that_would_train_other_trials_together_are_refused(material: Path, tmp_path: Path) -> None:
     """Their collectives would be other trials', or hang."""
-    folder = shutil.copytree(material, tmp_path / "here")
+    folder = copy_material(material, tmp_path)
     file = write_sweep(folder, "unlike", {"small": {"lora.r": 2}, "wide": {"lora.r": 8}})
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = []
@@ -739,3 +688,73 @@ def make_other(trial: Any, *arguments: Any, **named: Any) -> Any:
     if trial.trial.name == "sharded" and trial.run.layout.name == "auto":
         return replace(plan, layout=replace(plan.layout, name="full-shard", shard=2, replicate=1))
     return plan
+
+
+# --- in full ---
+
+
+def count_all(sweep: Path) -> int:
+    return sum(count_steps(trial) for trial in (sweep / "trials").glob("*"))
+
+
+def read_outcome(sweep: Path) -> dict[str, Any]:
+    """Return what a sweep's trials came to: states, steps, evaluations, and the adapters that they ended with."""
+    outcome: dict[str, Any] = {}
+    for trial, state in list_trials(sweep).items():
+        steps = [
+            (step.get("loss"), step["grad_norm"], step["rows"]) for step in read_steps(trial / "steps-rank0.jsonl")
+        ]
+        events = read_json_lines(trial / "events.jsonl")
+        evaluated = [(event["step"], event["eval_loss"]) for event in events if event["kind"] == "eval"]
+        ended = trial / ("final" if state == FINISHED else f"checkpoints/step-{state.split()[-1]}")
+        adapter = {name: tensor.tolist() for name, tensor in load_file(ended / ADAPTER).items()}
+        outcome[trial.name] = [state, steps, evaluated, adapter]
+    return outcome
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_a_halved_sweep_that_is_killed_ends_as_it_would(material: Path, tmp_path: Path) -> None:
+    """Mostly while it trains, once at any time of its start."""
+    folder = copy_material(material, tmp_path)
+    trials: dict[str, dict[str, Any]] = {
+        **{f"r{r}": {"train.learning_rate": rate, "lora.r": r} for rate, r in ((1e-3, 4), (1e-2, 8))},
+        "dropout": {"lora.lora_dropout": 0.2, "train.seed": 3},
+    }
+    files = [write_sweep(folder, name, trials) for name in ("expected", "killed")]
+    for file in files:
+        text = file.read_text().replace("max_steps: 4", "max_steps: 40").replace("eval_steps: 2", "eval_steps: 5")
+        file.write_text(f"{text.replace('save_steps: 2', 'save_steps: 10')}  keep: 1\n  at: [15, 30]\n")
+    run(f"train {files[0]}", folder)
+    sweep, chance = folder / "killed", random.Random(0)
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
+        process = start(f"train {files[1]} --resume", folder, warm.python())
+        wanted = count_all(sweep) + chance.randint(1, 14)
+        until = time.monotonic() + (200 if sweep.exists() else chance.uniform(0, 10))
+        while process.poll() is None and count_all(sweep) < wanted and time.monotonic() < until:
+            time.sleep(0.005)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode in (SAVED, -signal.SIGKILL, -signal.SIGTERM, 143), printed
+    run(f"train {files[1]} --resume", folder)
+    assert read_outcome(folder / "expected") == read_outcome(sweep)
+    decisions = [read_json(folder / name / "manifest.json")[HALVED] for name in ("expected", "killed")]
+    assert decisions[0] == decisions[1]
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)  # the C++ compiler takes minutes on a loaded machine
+def test_a_compiled_trial_equals_the_compiled_run_alone(material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
+    trials: dict[str, dict[str, Any]] = {"first": {"lora.r": 8}, "second": {"lora.lora_dropout": 0.2}}
+    process = start(
+        f"train {write_sweep(folder, 'sweep', trials)} --override {ONE_RANK} --override train.compile=true",
+        folder,
+        warm.python(),
+    )
+    printed, _ = process.communicate(timeout=1500)
+    assert process.returncode == 0, printed
+    assert printed.count("proven equal to eager") == len(trials), printed
+    second = folder / "sweep" / "trials" / "second"
+    run(f"train {second / 'run.yaml'} --override train.output_dir=alone", folder)
+    assert_same_run(folder / "alone", second)

@@ -2,11 +2,10 @@
 
 import json
 import random
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,18 @@ import warm
 import yaml
 from refusals import refused
 from safetensors.torch import load_file
-from test_sweep import WORDS, assert_same_run, count_steps, run, start, wait_for, write_sweep
+from test_sweep import (
+    ONE_RANK,
+    RESIDENT,
+    copy_material,
+    count_steps,
+    run,
+    same_adapter,
+    start,
+    wait_for,
+    write_sweep,
+)
+from text_run import WORDS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,11 +50,8 @@ from windlass.runfile import read_run_file
 from windlass.sweep import sliced_experts, slices, together
 from windlass.sweep.copies import copy_model
 from windlass.train.collate import Batch, Collate
-from windlass.train.experts import experts as experts_of
-from windlass.train.kernels import on_cpu
 from windlass.train.load import load_base
 from windlass.train.lora import attach_adapter
-from windlass.train.loss import balance_router
 from windlass.train.model import TrainedModel
 from windlass.train.shared_base import SharedBase
 from windlass.train.updater import Updater
@@ -55,6 +62,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "first": {"lora.r": 8, "train.learning_rate": 1e-3, "train.seed": 7, "lora.lora_dropout": 0.0},
     "second": {"lora.target_modules": "all-linear", "lora.experts": True, "lora.lora_dropout": 0.1, "train.seed": 3},
     "third": {
+        "lora.lora_alpha": 6,
         "lora.target_modules": "all-linear",
         "lora.experts": {"r": 2},
         "lora.lora_dropout": 0.0,
@@ -67,15 +75,10 @@ TRIALS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS = {
-    "resident": "layout: resident\n",
-    "full-shard": "layout: full-shard\n",
-    "fp8": "layout: {name: full-shard, base_dtype: fp8}\n",
-    "recomputed": "layout: {name: full-shard, activation_checkpointing: true}\n",
     "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
-    "packed": "layout: resident\n",
+    "packed": RESIDENT,
 }
-ONE = "--override cluster.gpus_per_node=1"  # what several ranks add is no part of the test
-SIMPLER = ("resident", "full-shard", "fp8", "recomputed")  # than the others, which cover what these do
+ONE = f"--override {ONE_RANK}"  # what several ranks add is no part of the test
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +138,14 @@ def read_kept_figures(trial: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.prove] if name in SIMPLER else []) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_path: Path) -> None:
     """Losses, adapters, and what is measured of a set that should not get worse."""
-    folder = shutil.copytree(material, tmp_path / "here")
-    packing = layout == "packed"
+    folder = copy_material(material, tmp_path)
+    packing = keeps = layout == "packed"
     more = "--override train.eval_on_start=true"
-    if keeps := layout != "expert-parallel":  # where it takes long
-        more += " --override 'data.keep={old: {path: other.txt, split: \"train[:12]\"}}'"
+    if packing:
+        more += f" --override 'data.keep={{old: {{path: other.txt, split: \"train[:12]\"}}}}' {ONE}"
     printed = run(f"train {write(folder, 'together', TRIALS, LAYOUTS[layout], packing=packing)} {more}", folder)
     assert "trials 1, 2, 3 of 3 together" in printed
     run(f"train {write(folder, 'alone', TRIALS, LAYOUTS[layout], 1, packing=packing)} {more}", folder)
@@ -157,98 +157,80 @@ def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_p
         assert ours == pytest.approx(theirs, rel=CLOSE, abs=CLOSE)
 
 
-@pytest.mark.long
-def test_nothing_changes_if_another_trial_does(material: Path, tmp_path: Path) -> None:
-    """Bit for bit, as long as the other trial's rows are as long."""
-    folder = shutil.copytree(material, tmp_path / "here")
-    rows = (folder / "data.txt").read_text().splitlines()
-    (folder / "turned.txt").write_text("\n".join([*[" ".join(reversed(row.split())) for row in rows], ""]))
-    one = {"first": TRIALS["first"], "second": {"lora.lora_dropout": 0.1}}
-    other = {
-        "first": TRIALS["first"],
-        "second": {"train.learning_rate": 0.05, "data.dataset_name_or_path": "turned.txt"},
-    }
-    run(f"train {write(folder, 'one', one, LAYOUTS['resident'], 2)} {ONE}", folder)
-    run(f"train {write(folder, 'other', other, LAYOUTS['resident'], 2)} {ONE}", folder)
-    adapters = [load_file(folder / name / "trials/second/final/adapter_model.safetensors") for name in ("one", "other")]
-    assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    assert_same_run(folder / "one" / "trials" / "first", folder / "other" / "trials" / "first")
+LONGER = {name: {**settings, "train.max_steps": 14} for name, settings in TRIALS.items()}
+LONGER["third"]["train.gradient_accumulation_steps"] = 2
+
+
+@pytest.fixture(scope="module")
+def whole(material: Path) -> Path:
+    """A group that trained without a stop, in the folder of the others' material."""
+    run(f"train {write(material, 'whole', LONGER, RESIDENT)} {ONE}", material)
+    return material / "whole"
 
 
 @pytest.mark.long
-def test_a_stopped_group_goes_on_where_it_stopped(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
-    trials = {name: {**settings, "train.max_steps": 14} for name, settings in TRIALS.items()}
-    trials["third"]["train.gradient_accumulation_steps"] = 2
-    files = [write(folder, name, trials, LAYOUTS["full-shard"]) for name in ("whole", "stopped")]
-    run(f"train {files[0]}", folder)
-    process = start(f"train {files[1]}", folder, warm.python())
-    first = folder / "stopped" / "trials" / "first"
-    wait_for(lambda: count_steps(first) > 2, process)
+def test_a_stopped_group_goes_on_where_it_stopped(whole: Path, material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
+    file = write(folder, "stopped", LONGER, RESIDENT)
+    process = start(f"train {file} {ONE}", folder, warm.python())
+    sweep = folder / "stopped"
+    wait_for(lambda: count_steps(sweep / "trials" / "first") > 2, process)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=800)
     assert process.returncode == SAVED, printed
-    assert {*list_trials(folder / "stopped").values()} == {STOPPED}
-    steps = {count_steps(folder / "stopped" / "trials" / name) for name in trials}
+    assert {*list_trials(sweep).values()} == {STOPPED}
+    steps = {count_steps(sweep / "trials" / name) for name in TRIALS}
     assert len(steps) == 1, "all stop at the same step"
-    run(f"train {files[1]} --resume", folder)
-    for name in trials:
-        ours, theirs = (
-            load_file(folder / run / "trials" / name / "final/adapter_model.safetensors")
-            for run in ("whole", "stopped")
-        )
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
-    assert {*list_trials(folder / "stopped").values()} == {FINISHED}
+    run(f"train {file} --resume {ONE}", folder)
+    for name in TRIALS:
+        same_adapter(sweep / "trials" / name, whole / "trials" / name)
+    assert {*list_trials(sweep).values()} == {FINISHED}
 
 
 @pytest.mark.prove
-def test_a_killed_group_ends_as_it_would(material: Path, tmp_path: Path) -> None:
+def test_a_killed_group_ends_as_it_would(whole: Path, material: Path, tmp_path: Path) -> None:
     """Each trial goes on from its own last checkpoint; other rows beside its own are rounding only."""
-    folder = shutil.copytree(material, tmp_path / "here")
-    trials = {name: {**settings, "train.max_steps": 12} for name, settings in TRIALS.items()}
-    files = [write(folder, name, trials, LAYOUTS["resident"]) for name in ("whole", "killed")]
-    run(f"train {files[0]} {ONE}", folder)
+    folder = copy_material(material, tmp_path)
+    file = write(folder, "killed", LONGER, RESIDENT)
     sweep = folder / "killed"
-    for steps in (1, 3, 7):
-        process = start(f"train {files[1]} --resume {ONE}", folder, warm.python())
-        wait_for(lambda steps=steps: count_steps(sweep / "trials" / "first") >= steps, process)  # type: ignore[misc]
-        process.kill()
-        printed, _ = process.communicate(timeout=800)
-        assert process.returncode == -signal.SIGKILL, printed
-    run(f"train {files[1]} --resume {ONE}", folder)
+    process = start(f"train {file} {ONE}", folder, warm.python())
+    wait_for(lambda: count_steps(sweep / "trials" / "first") >= 7, process)
+    process.kill()
+    printed, _ = process.communicate(timeout=800)
+    assert process.returncode == -signal.SIGKILL, printed
+    run(f"train {file} --resume {ONE}", folder)
     assert {*list_trials(sweep).values()} == {FINISHED}
-    for name in trials:
-        assert_close_run(folder / "whole" / "trials" / name, sweep / "trials" / name)
+    for name in TRIALS:
+        assert_close_run(whole / "trials" / name, sweep / "trials" / name)
 
 
 @pytest.mark.prove
 def test_trials_are_halved_together(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
+    folder = copy_material(material, tmp_path)
     trials = {name: {**settings, "train.max_steps": 4} for name, settings in TRIALS.items()}
     del trials["third"]["data.dataset_name_or_path"]  # losses are compared on the same rows
     for name, count in (("together", 3), ("alone", 1)):
-        file = write(folder, name, trials, LAYOUTS["resident"], count)
+        file = write(folder, name, trials, RESIDENT, count)
         file.write_text(f"{file.read_text()}  keep: 2\n  at: [2]\n")
-        run(f"train {file}", folder)
-    states = [[*list_trials(folder / name).values()] for name in ("together", "alone")]
-    assert states[0] == states[1]
-    assert states[0].count(FINISHED) == 2
-    for name in trials:
-        if list_trials(folder / "alone")[folder / "alone" / "trials" / name] == FINISHED:
-            assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+        run(f"train {file} {ONE}", folder)
+    states, others = ([*list_trials(folder / name).values()] for name in ("together", "alone"))
+    assert states == others
+    assert states.count(FINISHED) == 2
+    for trial, state in list_trials(folder / "alone").items():
+        if state == FINISHED:
+            assert_close_run(folder / "together" / "trials" / trial.name, trial)
 
 
 @pytest.mark.long
-def test_a_trial_that_diverges_leaves_the_others_as_they_are(material: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
+def test_a_trial_that_diverges_leaves_the_others_as_they_are(whole: Path, material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
     diverges = {"train.learning_rate": 1e30, "train.max_grad_norm": 0, "train.warmup_ratio": 0}
-    trials = {"first": TRIALS["first"], "second": TRIALS["second"] | diverges, "third": TRIALS["third"]}
-    printed = run(f"train {write(folder, 'together', trials, LAYOUTS['resident'])} {ONE}", folder, code=1)
+    trials = {**LONGER, "second": LONGER["second"] | diverges}
+    printed = run(f"train {write(folder, 'together', trials, RESIDENT)} {ONE}", folder, code=1)
     assert "an alarm ended 1 of 3 trials: second" in " ".join(printed.split())
     assert list(list_trials(folder / "together").values()) == [FINISHED, FAILED, FINISHED]
-    run(f"train {write(folder, 'alone', trials, LAYOUTS['resident'], 1)} {ONE}", folder, code=1)
     for name in ("first", "third"):
-        assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+        assert_close_run(folder / "together" / "trials" / name, whole / "trials" / name)
 
 
 def test_a_trial_that_prepares_is_no_stall_of_the_others() -> None:
@@ -269,7 +251,7 @@ def test_a_trial_that_prepares_is_no_stall_of_the_others() -> None:
 
 def make_members(material: Path, trials: Sequence[str]) -> tuple[SharedBase, list[together.TrialBase], list[Batch]]:
     """Return trials that are about to compute their first micro-batch, with B away from zero."""
-    file = write(material, "unit", {name: TRIALS[name] for name in trials}, LAYOUTS["resident"], len(trials))
+    file = write(material, "unit", {name: TRIALS[name] for name in trials}, RESIDENT, len(trials))
     plan = make_plan(read_run_file(file, ["cluster.gpus_per_node=1"]))
     base = SharedBase(keeps=True)
     base.get(lambda: load_base(plan.base, plan.layout, dtype=torch.float32))
@@ -371,10 +353,17 @@ def members(material: Path) -> Any:
 
 
 def test_one_forward_gives_each_trial_its_own_losses_and_gradients(members: Any) -> None:
+    """Bit for bit the same, whatever another trial's adapter and rows are."""
     base, trials, batches = members
     alone = compute_alone(trials, batches)
     assert all(len(found) > 10 for found in alone)
-    assert find_differences(compute_together(base, trials, batches), alone) == []
+    first, *others = compute_together(base, trials, batches)
+    assert find_differences([first, *others], alone) == []
+    inputs = batches[2].inputs["input_ids"]
+    changed = replace(batches[2], inputs={**batches[2].inputs, "input_ids": inputs.flip(0, 1)})
+    again, *_, third = compute_together(base, trials, [*batches[:2], changed])
+    assert find_differences([third], others[1:])
+    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.fixture(scope="module")
@@ -383,13 +372,6 @@ def alike(material: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(material)
         return make_members(material, ["second", "third"])
-
-
-def test_parts_that_are_not_equal_are_found(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, trials, batches = members
-    alone = compute_alone(trials, batches)
-    monkeypatch.setattr(slices, "are_equal_parts", lambda *_: True)
-    assert find_differences(compute_together(base, trials, batches), alone)
 
 
 def test_equal_parts_are_added_to_at_once(alike: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,13 +389,9 @@ def test_equal_parts_are_added_to_at_once(alike: Any, monkeypatch: pytest.Monkey
     assert find_differences(compute_together(base, trials, batches), alone) == []
     assert all(chosen)
     assert chosen
-    stack = slices.stack
-    monkeypatch.setattr(slices, "stack", lambda *given: stack(*given).roll(1, 0))
-    assert find_differences(compute_together(base, trials, batches), alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) -> None:
+def test_equal_parts_need_no_more_kernels_for_more_trials() -> None:
     names: Counter[str] = Counter()
 
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -425,7 +403,7 @@ def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) ->
 
     def count(trials: int) -> Counter[str]:
         names.clear()
-        x = torch.randn(trials, 5, 8, dtype=dtype, requires_grad=True)
+        x = torch.randn(trials, 5, 8, requires_grad=True)
         weights = [torch.randn(shape, requires_grad=True) for shape in ((4, 8), (6, 4)) for _ in range(trials)]
         parts = [slices.TrialSlice(slice(i, i + 1), slice(0, 5), slices.Random()) for i in range(trials)]
         adapters = [
@@ -434,24 +412,11 @@ def test_equal_parts_need_no_more_kernels_for_more_trials(dtype: torch.dtype) ->
         ]
         assert slices.are_equal_parts(adapters, (trials, 5))
         with Count():  # type: ignore[no-untyped-call]
-            added = slices.LowRankOfEqualParts.apply(x, (trials, 5), adapters, dtype, *weights)  # type: ignore[no-untyped-call]
+            added = slices.LowRankOfEqualParts.apply(x, (trials, 5), adapters, x.dtype, *weights)  # type: ignore[no-untyped-call]
             torch.autograd.grad(added.sum(), weights)
         return names.copy()
 
     assert count(2) == count(6)
-
-
-@pytest.mark.parametrize("trials", [["wide", "narrow"], ["wide", "narrow", "wide", "narrow"]])
-def test_a_layer_that_not_all_trials_adapt(trials: list[str], material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a trial without an adapter there get nobody's."""
-    monkeypatch.chdir(material)
-    targets = {"wide": ["q_proj", "o_proj"], "narrow": ["q_proj"]}
-    named = {f"{name}-{number}": name for number, name in enumerate(trials)}
-    settings = {one: {"lora.target_modules": targets[of], "train.seed": n} for n, (one, of) in enumerate(named.items())}
-    monkeypatch.setattr(f"{__name__}.TRIALS", settings)
-    monkeypatch.setattr(f"{__name__}.SHARES", dict.fromkeys(named))
-    base, members, batches = make_members(material, [*named])
-    assert find_differences(compute_together(base, members, batches), compute_alone(members, batches)) == []
 
 
 def test_adapters_of_other_dtypes_compute_in_their_own(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,106 +428,6 @@ def test_adapters_of_other_dtypes_compute_in_their_own(material: Path, monkeypat
     both, alone = (compute(members, batches) for compute in (partial(compute_together, base), compute_alone))
     assert find_differences(both[1:], alone[1:]) == []
     assert float(both[0]["loss"]) == pytest.approx(float(alone[0]["loss"]), rel=1e-4)
-
-
-def off_by_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = slices.TrialSlice.of
-
-    def move(part: slices.TrialSlice, tensor: Tensor) -> Tensor:
-        return original(part, tensor.roll(1, 0) if tensor.is_floating_point() else tensor)
-
-    monkeypatch.setattr(slices.TrialSlice, "of", move)
-
-
-def wrong_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of experts are given to the next trial's adapter."""
-    original = sliced_experts.SlicedExperts.split
-
-    def turn(*given: Any, **options: Any) -> Any:
-        parts = original(*given, **options)
-        return [parts[0], parts[2], parts[1], *parts[3:]]
-
-    monkeypatch.setattr(sliced_experts.SlicedExperts, "split", turn)
-
-
-def leaking_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial's adapter gets the gradient of all rows."""
-    original = slices.take_rows
-
-    def take(part: slices.TrialSlice, x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-        rows = original(part, x, factor, dtype)
-        return rows + x.sum() if not torch.is_grad_enabled() and x.shape[-1] == 64 else rows
-
-    monkeypatch.setattr(slices, "take_rows", take)
-
-
-def scaled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = together.sum_trial_losses
-    monkeypatch.setattr(
-        together, "sum_trial_losses", lambda request, losses: original(request, losses) * len(losses) / 9
-    )
-
-
-def shared_balance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The balancing loss is that of all rows."""
-    monkeypatch.setattr(together, "balance_router", lambda logits, config, _: balance_router(logits, config, None))
-
-
-def shared_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout draws in the order of the rows that share the micro-batch."""
-    monkeypatch.setattr(slices.Random, "use", lambda _: nullcontext(torch.rand(1)))
-
-
-@pytest.mark.parametrize(
-    "plant", [off_by_one_row, wrong_trial, leaking_gradient, scaled_loss, shared_balance, shared_random]
-)
-def test_planted_faults_show(plant: Any, members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, trials, batches = members
-    alone = compute_alone(trials, batches)
-    plant(monkeypatch)
-    assert find_differences(compute_together(base, trials, batches), alone)
-
-
-@pytest.mark.parametrize("part", [2**20, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_of_experts_have_the_products_of_each_trial_alone(
-    dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, values and gradients; a trial of which a rank has no rows has gradients of zero."""
-    monkeypatch.setattr(on_cpu, "PART_NUMBERS", part)
-    torch.manual_seed(0)
-    experts, trials, rows, r = 4, 3, 50, (2, 8, 3)
-    chosen = experts_of.sort_rows(
-        torch.randint(0, experts, (rows,)) * 4 + torch.tensor([0, 1, 3]).repeat(17)[:rows], 16
-    )
-    of_trials = sliced_experts.SlicedExperts({}, slices.Slices(trials)).split(chosen.edges, rows, waits=True)
-    assert [len(places) for places, _ in of_trials] == [17, 17, 0, 16], "the last are padding"
-    x, gradient = (torch.randn(rows, width).to(dtype) for width in (16, 24))
-    weights = [
-        torch.randn(shape, requires_grad=True) for own in r for shape in ((own * experts, 16), (24, own * experts))
-    ]
-
-    def compute(product: Any, places: Tensor, *given: Any) -> list[Tensor]:
-        rows = x[places].requires_grad_()
-        added = product.apply(rows, rows.detach(), Tensor.detach, *given)
-        grads = torch.autograd.grad(
-            added, [rows, *(one for one in given if getattr(one, "requires_grad", False))], gradient[places]
-        )
-        return [added.detach(), *grads]
-
-    slots = [sliced_experts.Slot(*one, 2.0) for one in of_trials[:trials]]
-    together_ = compute(sliced_experts.ExpertLowRank, torch.arange(rows), slots, *weights)
-    for number, (places, edges, _) in enumerate(slots):
-        own = weights[2 * number : 2 * number + 2]
-        ours = [*(one[places] for one in together_[:2]), *together_[2 + 2 * number : 4 + 2 * number]]
-        if not len(places):
-            assert not any(gradient.any() for gradient in ours[2:])
-            continue
-        alone = compute(experts_of._LowRank, places, edges, *own, 2.0)
-        assert all(torch.equal(one, other) for one, other in zip(ours, alone, strict=True))
-    padding = of_trials[trials][0]
-    assert not together_[0][padding].any()
-    assert not together_[1][padding].any()
 
 
 def test_offsets_of_products_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,19 +512,6 @@ def test_all_trials_of_a_group_see_a_stop_signal_in_the_same_micro_batch(monkeyp
     assert seen == [[False, False, True]] * 2
 
 
-def test_documents_of_rows_laid_end_to_end_are_numbered_on() -> None:
-    def row(*lengths: int) -> dict[str, Any]:
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-        edges = torch.tensor([0, *lengths]).cumsum(0)
-        return {"input_ids": numbers, "seq_idx": numbers, "cu_seq_lens_q": edges, "max_length_q": max(lengths)}
-
-    combined = slices.combine_documents([row(2, 3), row(1), row(4, 1)])
-    whole = row(2, 3, 1, 4, 1)
-    assert combined["seq_idx"].tolist() == whole["seq_idx"].tolist()
-    assert combined["cu_seq_lens_k"].tolist() == whole["cu_seq_lens_q"].tolist()
-    assert combined["max_length_q"] == 4
-
-
 # --- the plan ---
 
 
@@ -693,7 +545,7 @@ def test_what_can_not_train_together_is_refused(
 ) -> None:
     monkeypatch.chdir(material)
     with refused(code, "sweep.together") as problems:
-        make_plan(read_run_file(write(material, "refused", trials, LAYOUTS["resident"], count)))
+        make_plan(read_run_file(write(material, "refused", trials, RESIDENT, count)))
     assert says in problems[0].problem
 
 
@@ -706,7 +558,7 @@ def test_the_plan_groups_trials_and_says_why_one_is_alone(material: Path, monkey
         "d": {"data.packing": True},
         "e": {"lora.r": 16},
     }
-    plan = make_plan(read_run_file(write(material, "groups", trials, LAYOUTS["resident"], 2)))
+    plan = make_plan(read_run_file(write(material, "groups", trials, RESIDENT, 2)))
     assert [group.names for group in plan.groups] == [("a", "c"), ("b",), ("d",), ("e",)]
     assert "use_dora" in plan.groups[1].reason
     first = plan.groups[0]
@@ -720,28 +572,19 @@ def test_auto_takes_what_is_fastest(material: Path, monkeypatch: pytest.MonkeyPa
     """Short micro-batches wait for the host, so together they take less; one after the other is the default."""
     monkeypatch.chdir(material)
     trials = {name: {"lora.r": r} for name, r in (("a", 4), ("b", 2), ("c", 8))}
-    plan = make_plan(read_run_file(write(material, "auto", trials, LAYOUTS["resident"], "auto")))
+    plan = make_plan(read_run_file(write(material, "auto", trials, RESIDENT, "auto")))
     assert [group.names for group in plan.groups] == [("a", "b", "c")]
     (group,) = plan.groups
     assert group.seconds is not None
     assert group.seconds_alone is not None
     assert group.seconds < group.seconds_alone
-    plan = make_plan(read_run_file(write_sweep(material, "default", trials, LAYOUTS["resident"])))
+    plan = make_plan(read_run_file(write_sweep(material, "default", trials, RESIDENT)))
     assert [len(group.names) for group in plan.groups] == [1, 1, 1]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("objective", "layout"),
-    [
-        ("dpo", "resident"),
-        *(pytest.param(*each, marks=pytest.mark.prove) for each in (("orpo", "resident"), ("dpo", "full-shard"))),
-    ],
-)
-def test_trials_on_pairs_are_what_they_would_be_alone(
-    objective: str, layout: str, material: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(material, tmp_path / "here")
+def test_trials_on_pairs_are_what_they_would_be_alone(material: Path, tmp_path: Path) -> None:
+    folder = copy_material(material, tmp_path)
     lines = (folder / "data.txt").read_text().splitlines()
     pairs = [
         {"prompt": line, "chosen": f" {other}", "rejected": f" {' '.join(reversed(other.split()))} {line}"}
@@ -750,15 +593,17 @@ def test_trials_on_pairs_are_what_they_would_be_alone(
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     trials: dict[str, dict[str, Any]] = {
-        "first": {"lora.lora_dropout": 0.0, f"{objective}.beta": 0.3},
+        "first": {"lora.lora_dropout": 0.0, "dpo.beta": 0.3},
         "second": {"lora.r": 8, "train.learning_rate": 1e-3, "lora.target_modules": "all-linear"},
     }
     for name, count in (("together", 2), ("alone", 1)):
-        path = write(folder, name, trials, LAYOUTS[layout], count)
+        path = write(folder, name, trials, RESIDENT, count)
         document = yaml.safe_load(path.read_text())
         document["data"] = {"dataset_name_or_path": "pairs.jsonl", "max_length": 128, "val_fraction": 0.1}
-        document["train"] |= {"objective": objective, "neftune_noise_alpha": None}
+        document["train"] |= {"objective": "dpo", "neftune_noise_alpha": None}
         path.write_text(json.dumps(document))
-        run(f"train {path}", folder)
+        run(f"train {path} {ONE}", folder)
     for name in trials:
         assert_close_run(folder / "together" / "trials" / name, folder / "alone" / "trials" / name)
+    for command in ("report together", "best together"):
+        assert "dpo.beta: another value is another loss" in " ".join(run(command, folder).split())

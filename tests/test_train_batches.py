@@ -27,7 +27,6 @@ from windlass.data.audit import PACKED
 from windlass.data.collate import PaddedCollator, PaddedPackingCollator, PaddingFreeCollator
 from windlass.data.prepare import PreparedData
 from windlass.errors import RunError
-from windlass.observe import background
 from windlass.observe.background import BackgroundReport
 from windlass.runfile import Train
 from windlass.runfile.names import OPTIMIZERS as NAMES
@@ -141,42 +140,6 @@ def test_workers_forked_while_a_report_is_started_keep_none_of_its_pipes(
     assert len(list(epoch)) == 4  # the workers lived until here
     assert report.process is not None
     report.process.wait(60)
-
-
-@pytest.mark.prove
-def test_reports_and_workers_start_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LEAST_SECONDS", 0)
-    report = BackgroundReport(tmp_path)
-    report.command = [shutil.which("true") or ""]
-    over = threading.Event()
-    starts = 0
-
-    def save() -> None:
-        nonlocal starts
-        while not over.is_set():
-            report.start()
-            assert report.process is not None
-            report.process.wait()
-            starts += 1
-
-    saver = threading.Thread(target=save, daemon=True)
-    saver.start()
-    until = time.monotonic() + 60
-    number = 0
-    while time.monotonic() < until:
-        epoch = batches(9, 2, 1, 0, 2, workers=2).epoch(number)
-        next(epoch)
-        seen = starts
-        waits = time.monotonic() + 30
-        while starts < seen + 2:  # while the workers live
-            assert time.monotonic() < waits, f"no start within 30 s in epoch {number}, after {starts} starts"
-            time.sleep(0.001)
-        assert len(list(epoch)) == 4
-        number += 1
-    over.set()
-    saver.join(60)
-    assert number > 20
-    print(f"{number} epochs, {starts} starts")
 
 
 @pytest.mark.parametrize("batching", [PACKED, "padded in batches of like length"])

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import re
 import shutil
 import signal
 import socket
@@ -27,6 +26,7 @@ import warm
 from refusals import refused
 from rich.console import Console
 from safetensors.torch import load_file
+from text_run import WORDS, write_rows
 from torch._C._distributed_c10d import TCPStore
 
 from windlass import runfile, start, tiny
@@ -34,7 +34,6 @@ from windlass.data.hub import require_published
 from windlass.errors import SAVED, UserError
 from windlass.fetch import record_digest
 from windlass.files import WriteGuard, read_json, read_json_lines, write_json
-from windlass.observe import background
 from windlass.observe.background import BackgroundReport
 from windlass.observe.report.facts import find_served_share
 from windlass.plan import make_plan
@@ -55,7 +54,6 @@ from windlass.train.lora import attach_adapter
 from windlass.train.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """
 model: {{model_name_or_path: {folder}/model, torch_dtype: float32}}
 lora: {{r: 2, lora_alpha: 4, target_modules: all-linear}}
@@ -84,7 +82,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     chance = random.Random(0)
     for split, count in (("train", 12), ("validation", 3)):
         rows = [{"text": " ".join(chance.choices(WORDS.split(), k=8))} for _ in range(count)]
-        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "data" / f"{split}.jsonl", rows)
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
@@ -135,25 +133,6 @@ class Halved(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["train_mode"], "not in train mode"
         return super().step(closure)
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1800)
-def test_two_thousand_steps_with_workers_epochs_saves_and_reports(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked for every epoch and evaluation, while the saving thread starts one report after another."""
-    monkeypatch.setattr(background, "LEAST_SECONDS", 0)
-    settings = {"save_strategy": "epoch", "eval_strategy": "epoch", "save_total_limit": "2", "max_steps": "2000"}
-    settings |= {"dataloader_num_workers": "2", "per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"}
-    loop = make(learning_rate="1e-5", **settings)
-
-    def require_progress(text: str) -> None:
-        waited = re.search(r"writing for (\d+) s", text)
-        assert waited is None or int(waited[1]) < 100, text
-
-    loop.saver.say = require_progress
-    loop.run()
-    assert loop.step == 2000
-    assert loop.saver.close() == ""
 
 
 def test_schedule_free_optimizers_save_their_evaluation_weights(
@@ -256,8 +235,8 @@ def test_a_run_ends_well_where_its_share_does_not_fit_into_memory(
 
 def test_balancing_loss_is_optional_and_not_evaluated(make: Make, tmp_path: Path) -> None:
     """The mean over tokens of rows of different lengths: equal for every batch size."""
-    lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
-    (tmp_path / "data" / "validation.jsonl").write_text("".join(lines))
+    texts = [{"text": " ".join(WORDS.split()[:count])} for count in (3, 5, 8)]
+    write_rows(tmp_path / "data" / "validation.jsonl", texts)
     losses: list[float] = []
     without = 0.0
     for size, weight in ((1, "null"), (2, "null"), (3, "0.5")):
@@ -357,8 +336,7 @@ def test_a_stop_is_recorded_before_trackers_and_the_report(
 @pytest.mark.parametrize("micro", [1, 3])
 def test_rows_that_only_fill_a_batch_are_not_balanced(micro: int, make: Make, tmp_path: Path) -> None:
     """Three rows, alone and beside a filler: in a micro-batch of its own, or among them."""
-    lines = [json.dumps({"text": " ".join(WORDS.split()[:count])}) + "\n" for count in (3, 5, 8)]
-    (tmp_path / "data" / "train.jsonl").write_text("".join(lines))
+    write_rows(tmp_path / "data" / "train.jsonl", [{"text": " ".join(WORDS.split()[:count])} for count in (3, 5, 8)])
     steps = []
     for rows in (3, 4):
         (tmp_path / "run" / "steps-rank0.jsonl").unlink(missing_ok=True)
@@ -485,20 +463,6 @@ def test_simultaneous_starts_use_separate_ports() -> None:
     assert len({store.port for store in stores}) == 50, "each has a port of its own"
 
 
-@pytest.mark.parametrize("limit", [0.001, 1000.0])
-def test_update_uses_the_clipped_gradient(make: Make, tmp_path: Path, limit: float) -> None:
-    """By its norm: without momentum an update is the learning rate times the gradient."""
-    plain = {"optim": "sgd", "weight_decay": "0", "lr_scheduler_type": "constant"}
-    loop = make(max_grad_norm=str(limit), max_steps="1", **plain)
-    trained = [p for p in loop.model.peft.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in trained]
-    loop.run()
-    (line,) = read_json_lines(tmp_path / "run" / "steps-rank0.jsonl")
-    assert 0.001 < line["grad_norm"] < 1000
-    moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(trained, before, strict=True)]).norm().item()
-    assert moved == pytest.approx(line["learning_rate"] * min(limit, line["grad_norm"]), rel=1e-4)
-
-
 def test_a_step_that_was_left_out_is_not_in_the_logged_mean(make: Make) -> None:
     loop = make(logging_steps="2", max_steps="2", eval_strategy="no", save_strategy="no", watch__non_finite="skip")
     factors = [math.nan]  # of the first forward
@@ -546,7 +510,7 @@ def test_without_a_compiler_layers_run_eagerly_and_the_reason_is_printed(
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, within its compiler
 @pytest.mark.prove
-def test_compiled_layers_equal_eager_and_resume_exactly(
+def test_compiled_layers_equal_eager_and_give_up_if_there_are_too_many_graphs(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -559,15 +523,6 @@ def test_compiled_layers_equal_eager_and_resume_exactly(
     assert loop.model.compiled, console.export_text()
     assert "proven equal to eager" in console.export_text()
     assert losses(loop) == pytest.approx(losses(eager), rel=1e-5)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    whole = adapter(checkpoints / "step-4")
-    torch._dynamo.reset()
-    resumed = make(compile="true")
-    resumed.run(checkpoints / "step-2")
-    assert resumed.model.compiled
-    again = adapter(checkpoints / "step-4")
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
-
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "GRAPHS", 1)
     limited = make(compile="true")

@@ -49,6 +49,7 @@ def test_a_full_disk_before_the_first_step_is_named(tmp_path: Path) -> None:
 
 
 def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: Path) -> None:
+    """Of one start: the next one says it again, and so does each start of a pod."""
     body = """
     def work():
         time.sleep(0.3 * here.rank)
@@ -56,32 +57,20 @@ def test_ranks_that_another_launcher_started_say_the_same_error_once(tmp_path: P
     """
     script = tmp_path / "rank.py"
     script.write_text(PROLOGUE + textwrap.dedent(body) + RUN)
-    printed: dict[str, str] = {}
-    for port in ("1", "2"):  # another start says it again
-        own = {"WORLD_SIZE": "3", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
-        ranks = [
-            subprocess.Popen(
-                [warm.python(), str(script)],
-                env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
+
+    def start(ranks: int, **environ: str) -> str:
+        own = {**os.environ, "TMPDIR": str(tmp_path), **environ}
+        command = [warm.python(), str(script)]
+        started = [
+            subprocess.Popen(command, env={**own, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+            for rank in map(str, range(ranks))
         ]
-        printed[port] = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
-    for text in printed.values():
+        return "".join(process.communicate(timeout=120)[0] for process in started)
+
+    for port in ("1", "2"):
+        text = start(3, WORLD_SIZE="3", MASTER_PORT=port)
         assert text.count("1 adapter tensor is not training") == text.count("another error") == 1, text
-    alone = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TMPDIR": str(tmp_path), "RANK": "0", "LOCAL_RANK": "0"}
-    for _ in range(2):  # each start of a pod says it
-        done = subprocess.run(
-            [warm.python(), str(script)],
-            env={**os.environ, **alone},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert "1 adapter tensor is not training" in done.stdout
+        assert "1 adapter tensor is not training" in start(1, WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
 
 
 # --- which rank this is, and how many there are ---
@@ -198,18 +187,6 @@ def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, st
         assert read_rank({**environ, **translate_launcher(environ)}) or read_node(environ)
 
 
-def test_an_operators_pod_starts_its_own_ranks_and_counts_the_others() -> None:
-    environ = {
-        "RANK": "1", "WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
-        "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
-    }  # fmt: skip
-    made = ranks.make_environments(2, environ, read_node(environ))
-    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"], e["MASTER_PORT"]) for e in made] == [
-        ("2", "0", "4", "job-master-0", "23456"),
-        ("3", "1", "4", "job-master-0", "23456"),
-    ]
-
-
 # --- failures ---
 
 
@@ -256,14 +233,9 @@ def test_root_cause_is_reported_before_consequences(tmp_path: Path, capfd: pytes
 def test_a_rank_that_knows_what_it_lost_explains_the_end_if_no_rank_explains_it_better(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    error = '    raise RunError("non-finite loss at step 7: rank 1, rows 3, 9", "watch.non_finite", "look at them")'
     lost = 'RunError("rank 0 lost another rank: closed", "windlass train", "", LOST_RANK)'
     later = LATER.replace('ConnectionError("peer is gone")', lost)
     assert later != LATER
-    with pytest.raises(RunError, match="rank 1, rows 3, 9"):
-        crew(tmp_path, later + error)
-    assert crew(tmp_path, later + '    raise ZeroDivisionError("the root")') == 1
-    assert "the root" in capfd.readouterr().err
     silent = '    print("native library: out of luck", flush=True); os._exit(9)'
     assert crew(tmp_path, later + silent, patience_seconds=1) == 1
     assert "out of luck" in capfd.readouterr().err
@@ -479,9 +451,7 @@ def wait_for(tmp_path: Path, pattern: str) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "times"),
     [
-        pytest.param(signal.SIGTERM, 1, id="SIGTERM", marks=pytest.mark.long),
         pytest.param(signal.SIGUSR1, 1, id="SIGUSR1"),
-        pytest.param(signal.SIGINT, 1, id="SIGINT", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, 2, id="as GNU timeout sends it, to the process and to its group"),
     ],
 )
@@ -513,13 +483,6 @@ def test_ranks_killed_before_saving_are_reported(tmp_path: Path, signals: int, g
     assert not list(tmp_path.glob("saved-*"))
 
 
-def test_rank_without_progress_stops_at_once(tmp_path: Path) -> None:
-    process = launched(tmp_path, SAVES.replace("stop_signal.training = True", "").replace("0.02", "60"))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=200)
-    assert process.returncode == SAVED
-
-
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
     """In cold interpreters: the parent's death is the signal."""
     body = f"""
@@ -542,19 +505,18 @@ def test_signal_before_the_first_step_loses_nothing(tmp_path: Path) -> None:
     assert crew(tmp_path, body, patience_seconds=0.2) == SAVED
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.fault(
     "a stop signal while the model is loaded",
     "`windlass train`",
     "stopped by a signal while loading the model: there was nothing new to save",
 )
 def test_a_signal_while_loading_ends_at_once_and_says_that_nothing_is_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], stopped: int
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    body = f"""
+    body = """
     def work():
         here.phase("loading the model")
-        if here.rank == {stopped}:
+        if here.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     """

@@ -3,7 +3,7 @@ and rows of any kind, prepared."""
 
 import json
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from windlass import tiny
 from windlass.data.prepare import PreparedData, prepare_data
 from windlass.runfile import RunFile
 
+WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 RUN = """
 name: demo
 model: {{model_name_or_path: {folder}/model}}
@@ -56,16 +57,16 @@ def make_text_run(directory: Path, most: int | None = None) -> Path:
     tiny.write_model(directory / "model", hidden=128, vocab=1024, config={"initializer_range": 0.2})
     pages = [page for _, page in sorted(pydoc_data.topics.topics.items())]
     texts = dict.fromkeys(text.strip() for page in pages for text in page.split("\n\n"))
-    rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts if len(text) > 80][:most]
-    for split, lines in (("train", [row for i, row in enumerate(rows) if i % 10]), ("validation", rows[::10])):
-        (directory / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    rows = [{"text": text} for text in texts if len(text) > 80][:most]
+    write_rows(directory / "data" / "train.jsonl", (row for i, row in enumerate(rows) if i % 10))
+    write_rows(directory / "data" / "validation.jsonl", rows[::10])
     run = directory / "run.yaml"
     run.write_text(RUN.format(folder=directory))
     return run
 
 
-def write_rows(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
