@@ -12,13 +12,12 @@ from windlass.data.trained_template import write_template
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import Deltas, read_deltas
-from windlass.export.folder import MERGED, claim_folder
 from windlass.export.merged_files import COPIED, HUGGING_FACE, MISTRAL, OWN, MergePlan, plan_merge, write_merge
 from windlass.export.mistral_files import BOTH, HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
 from windlass.export.proof import Proof, compare_logits, prove_files
 from windlass.export.screen import Say, ShowProgress
 from windlass.export.served import report_missing_files
-from windlass.export.source import CONFIG, AdapterSource, require_local_base
+from windlass.export.source import MERGED, AdapterSource, claim_folder, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
@@ -34,7 +33,6 @@ from windlass.weights.same_base import (
     describe_quantization,
     digest_files,
     read_recorded_base,
-    require_same_base,
 )
 
 UNTOLD: Final = 0.95  # of an adapter, that rounding may take: then a merge is not told from its base
@@ -46,18 +44,16 @@ def merge_adapter(
     source: AdapterSource,
     to: Path,
     *,
-    base_folder: str | None,
     base_name: str,
     dtype: str | None,
     layout: str | None,
     workers: int | None,
-    allow_other_base: bool,
     say: Say,
     progress: ShowProgress,
 ) -> dict[str, Any]:
     """Write and prove the merged model; return what export.json records."""
     # 1. The adapter checked against the base, and every file of the result planned from headers.
-    base = require_local_base(source, base_folder)
+    base = require_local_base(source)
     deltas = read_deltas(source, base)
     raise_all([Problem(problem, str(base.path), UNTIE, "untied-head") for problem in find_untied_heads(base)])
     if EMBEDDING in deltas.by_name and all(parameter.part != "head" for parameter in base.parameters):
@@ -83,8 +79,7 @@ def merge_adapter(
     if recorded:
         with progress("comparing", bytes_to_digest(base)) as advance:
             digest = digest_files(base, advance)
-    where = "--base" if base_folder else str(source.folder / CONFIG)
-    other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
+    other_base = source.require_same_base(base, digest, say)
 
     # 2. Write each layout, open it again and compare it with base and adapter.
     size = plan.size

@@ -105,12 +105,8 @@ def plan_conversion(base: Base, to: Path) -> MergePlan:
         names=MISTRAL,
         headers=headers,
         entries=tuple(entries),
-        dropped=(),
         config=(json.dumps(params, indent=2) + "\n").encode(),
         index=make_index(entries, MISTRAL) if len(headers) > 1 else None,
-        others=(),
-        more={},
-        left_out=(),
         read=lambda folder: read_mistral_layout(folder, base),
     )
 

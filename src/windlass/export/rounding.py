@@ -1,14 +1,6 @@
-"""Merged values, a block of rows at a time, in float32; and rounded to the dtype that they are stored in.
+"""Merged values, a block of rows at a time, in float32; and rounded with dither to the dtype that they are stored in.
 
-What an adapter adds to a weight is mostly less than half the distance between neighbouring values: in FP8, 6-12 %
-apart, for any adapter; in bfloat16, 0.4-0.8 % apart, after a short training or at a small learning rate. So rounding
-W + s BA to the nearest value gives W back, and the adapter is gone. Two things keep it:
-- a value between two neighbours is rounded away from zero with the probability of its place between them, so what is
-  added is right on average over the many weights of an output. The dither is a fixed pattern (a two-dimensional
-  golden-ratio sequence), the same each time: a merge can be repeated, resumed and checked;
-- an FP8 scale stays the base's (doubled if the peak no longer fits, which keeps the grid), in 4 bits every scale. A
-  value that the dtype has is not rounded, so what the adapter leaves alone stays as it is.
-Float32 is rounded to the nearest value. An export prints the share of the adapter that survived.
+Rounded to the nearest value most weights would be the base's: docs/export.md, "Rounding keeps the adapter".
 """
 
 import hashlib

@@ -29,7 +29,7 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 class Flops:
     """Forward and backward FLOPs of one token; recomputation is separate. Attention adds more for longer sequences."""
 
-    weights: float
+    weights: float = 0.0
     attention: float = 0.0
     recompute_weights: float = 0.0
     recompute_attention: float = 0.0
@@ -90,18 +90,10 @@ def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]
 
 
 class RateMeter:
-    """Converts a step's tokens and seconds to rates. FLOPs are counted on `model` unless given by the plan."""
+    """Converts a step's tokens and seconds to rates."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        model: nn.Module | None = None,
-        *,
-        recomputes: bool = False,
-        seq_len: int | None = None,
-        flops_per_token: float | None = None,
-        recompute_flops_per_token: float | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, flops: Flops, seq_len: int | None) -> None:
+        self.flops = flops
         self.seq_len = seq_len
         self.peak_tflops: float | None = None
         self.why_no_peak = f"no peak is known for {device.type}"
@@ -111,10 +103,6 @@ class RateMeter:
                 self.why_no_peak = ""
             except UserError as error:
                 self.why_no_peak = error.problems[0].problem
-        if flops_per_token is None and model is not None:
-            self.flops = count_flops(model, recomputes=recomputes)
-        else:
-            self.flops = Flops(flops_per_token or 0.0, recompute_weights=recompute_flops_per_token or 0.0)
 
     def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
         if not seconds or not tokens:

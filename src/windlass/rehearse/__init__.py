@@ -14,7 +14,7 @@ from windlass.rehearse.process import exit_on_sigterm, make_environment
 from windlass.rehearse.record import RECORD, Failed, RehearsalRecord, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
-from windlass.runfile import Loaded, read_any, read_kind
+from windlass.runfile import Loaded, LoadedScript, read_any, read_kind
 from windlass.runfile.accelerate import load_accelerate
 
 __all__ = ["RehearsalRecord", "print_record", "rehearse"]
@@ -33,7 +33,10 @@ def rehearse(
     say: Callable[[str], None],
 ) -> RehearsalRecord:
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
-    has_trials = has_sweep(run, overrides, accelerate)
+    loaded: Loaded | LoadedScript | None = None
+    with contextlib.suppress(UserError):  # the first stage reports it
+        loaded = read_any(run, overrides, load_accelerate(accelerate))
+    has_trials = isinstance(loaded, Loaded) and bool(loaded.trials)
     overrides = [*overrides, "sweep={}"] if has_trials else overrides
     options = [word for one in overrides for word in ("--override", one)]
     options += ["--accelerate", str(accelerate)] if accelerate else []
@@ -73,20 +76,13 @@ def rehearse(
     places = [folder] if record.folder else []
     # The user's run folder, if it exists: plan.json and check.json are written there too. A fault replaces an older
     # record; a finished run's folder is not touched.
-    with contextlib.suppress(UserError):
-        places.append(Path(read_any(run, overrides, load_accelerate(accelerate)).run.folder))
+    if loaded:
+        places.append(Path(loaded.run.folder))
     for place in places:
         with contextlib.suppress(OSError):
             if place.is_dir() and not is_finished(place):
                 record.write(place)
     return record
-
-
-def has_sweep(run: Path, overrides: Sequence[str], accelerate: Path | None) -> bool:
-    with contextlib.suppress(UserError):  # the first stage reports it
-        loaded = read_any(run, overrides, load_accelerate(accelerate))
-        return isinstance(loaded, Loaded) and bool(loaded.trials)
-    return False
 
 
 def make_empty_folder(keep: Path) -> Path:

@@ -56,9 +56,8 @@ TOKENIZER = (  # every file that may belong to a tokenizer, and those that say w
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded = read_run_file(
-        Path(asked["run"]), asked["overrides"], load_accelerate(asked["accelerate"] and Path(asked["accelerate"]))
-    )
+    accelerate = load_accelerate(asked["accelerate"] and Path(asked["accelerate"]))
+    loaded = read_run_file(Path(asked["run"]), asked["overrides"], accelerate)
     folder = Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     tokenizer = copy_tokenizer(base, loaded, folder / "model")

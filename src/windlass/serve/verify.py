@@ -21,9 +21,11 @@ from windlass.serve.probe import (
     ROUNDED,
     SCALES,
     describe_difference,
+    fit_slope,
+    median_size,
     read_probe,
+    subtract,
 )
-from windlass.serve.share import fit_slope, median_size, subtract
 
 EXPORT: Final = "export.json"
 FORCED_POSITIONS: Final = 6  # of a row, each a request
@@ -351,19 +353,19 @@ def check_decoding(server: ServedModel, probe: dict[str, Any], verdict: Verdict)
     for row in (row for row in probe["rows"] if row.get("decoded")):
         expected = row["ids"][row["start"] :]
         try:
-            generated = server.generate(row["ids"][: row["start"]], len(expected))
+            ids, logprobs = server.generate(row["ids"][: row["start"]], len(expected))
         except RefusedError as error:
             verdict.notes.append(f"decoding was not compared: {error}")
             return
-        if generated.ids is None:
+        if ids is None:
             continue
-        pairs = list(zip(generated.ids, expected, strict=False))
+        pairs = list(zip(ids, expected, strict=False))
         equal = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
         tokens += len(pairs)
         same += equal
         # The first other token is compared too: at a tie its log-probability is the expected one's.
         references = [row[key][ADAPTER] for key in (LOGPROBS, ROUNDED) if key in row]
-        for value, *adapters in list(zip(generated.logprobs or (), *references, strict=False))[: equal + 1]:
+        for value, *adapters in list(zip(logprobs or (), *references, strict=False))[: equal + 1]:
             differences.append(min(abs(value - adapter) for adapter in adapters))
     if tokens:
         verdict.notes.append(f"decoded: {same} of {tokens} tokens are the adapter's, up to each row's first other one")

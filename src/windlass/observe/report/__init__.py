@@ -58,9 +58,15 @@ class Report:
 
 def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run or sweep to its folder, of several to `out` or the current directory."""
-    if len(run_dirs) == 1 and list_trials(run_dirs[0]):
-        return report_sweep(run_dirs[0], out or run_dirs[0])
-    return write_report(collect_runs([path for folder in run_dirs for path in list_begun(folder)]), run_dirs, out)
+    begun = [path for folder in run_dirs for path in list_begun(folder)]
+    runs = collect_runs(begun)
+    if len(run_dirs) > 1 or not list_trials(run_dirs[0]):
+        return write_report(runs, run_dirs, out)
+    folder = run_dirs[0]  # of a sweep: its trials are compared, the lowest evaluation loss first
+    by_path = dict(zip(begun, runs, strict=True))
+    sweep = collect_trials(folder, by_path)
+    paths = [folder / TRIALS / trial.name for trial in sweep.trials]
+    return write_report([by_path[path] for path in paths if path in by_path], run_dirs, out or folder, sweep)
 
 
 def list_begun(folder: Path) -> list[Path]:
@@ -70,15 +76,6 @@ def list_begun(folder: Path) -> list[Path]:
     if trials and not begun:
         raise UserError("no trial of this sweep has begun", str(folder), "wait for its first step", "not-begun")
     return begun or [folder]
-
-
-def report_sweep(folder: Path, out: Path) -> Report:
-    """Write the report of a sweep: its trials compared, the lowest evaluation loss first."""
-    begun = list_begun(folder)
-    runs = dict(zip(begun, collect_runs(begun), strict=True))
-    sweep = collect_trials(folder, runs)
-    ordered = [runs[folder / TRIALS / trial.name] for trial in sweep.trials if folder / TRIALS / trial.name in runs]
-    return write_report(ordered, [folder], out, sweep)
 
 
 def collect_runs(folders: Sequence[Path]) -> list[Facts]:

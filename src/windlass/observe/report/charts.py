@@ -70,6 +70,7 @@ def make_charts(run: RunData) -> list[Chart]:
             drawn += _evaluations(run, x, {f"eval_{field}": f"evaluation {label}"}, scale)
         return drawn
 
+    sources = sorted({name for losses in first.objects["source_loss"].values() for name in as_dict(losses)})
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
     candidates: list[tuple[str, str, str, list[Curve]]] = [
         ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x, _name_losses(run))]),
@@ -77,7 +78,7 @@ def make_charts(run: RunData) -> list[Chart]:
             "source_loss",
             "Loss by source",
             "",
-            [drawn for name in _sources(run) for drawn in curve(name, _pick(run, "source_loss", name))],
+            [drawn for name in sources for drawn in curve(name, _pick(run, "source_loss", name))],
         ),
         ("kept_worse", "Kept sets: loss above the base's", "", _kept(run, x, "worse")),
         ("kept_kl", "Kept sets: KL divergence from the base, per token", "nats", _kept(run, x, "kl")),
@@ -106,10 +107,8 @@ def make_charts(run: RunData) -> list[Chart]:
     charts = []
     for name, title, unit, curves in candidates:
         drawn = [curve for curve in curves if any(value is not None for value in curve["values"])]
-        if drawn:
-            chart = {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
-            charts.append(chart)
-    return charts
+        charts.append({"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn})
+    return [chart for chart in charts if chart["series"]]
 
 
 def make_axes(run: RunData) -> dict[str, list[Any]]:
@@ -169,10 +168,6 @@ def _evaluations(run: RunData, x: list[int], labels: Mapping[str, str], scale: f
             if value == value:
                 curves[label][at] = round_value(value)
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
-
-
-def _sources(run: RunData) -> list[str]:
-    return sorted({name for losses in run.first.objects["source_loss"].values() for name in as_dict(losses)})
 
 
 def _pick(run: RunData, field: str, name: str) -> Sequence[float]:

@@ -1,7 +1,6 @@
 """Read a run folder's files, even partial or damaged ones: use what is there, name what is missing.
 
-Step files can be hundreds of megabytes. Each is read once; of all ranks but the first only sums, medians and thinned
-curves are kept.
+Of all ranks but the first only sums, medians and thinned curves are kept.
 """
 
 import itertools
@@ -193,11 +192,7 @@ def align_column(columns: Columns, name: str, by: Sequence[float]) -> Sequence[f
     """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
     values = columns[name]
     rank_steps = columns["step"]
-    if not len(values):
-        return [NAN] * len(by)
-    if len(rank_steps) >= len(by) and (not len(by) or (rank_steps[0] == by[0] and rank_steps[len(by) - 1] == by[-1])):
-        return values[: len(by)]
-    at = dict(zip(rank_steps, values, strict=True))
+    at = dict(zip(rank_steps, values, strict=True)) if len(values) else {}
     return [at.get(step, NAN) for step in by]
 
 

@@ -58,11 +58,8 @@ class SweepResult:
     def measured(self) -> dict[str, str]:
         """Return what else was measured of at least one trial: the column's name, and the field."""
         fields = {"gain over the base": "gain", "kept sets: worse by": "kept_worse"}
-        return {
-            name: field
-            for name, field in fields.items()
-            if any(getattr(trial, field) is not None for trial in self.trials)
-        }
+        present = {field for trial in self.trials for field in fields.values() if getattr(trial, field) is not None}
+        return {name: field for name, field in fields.items() if field in present}
 
     @property
     def caution(self) -> str:
@@ -100,7 +97,7 @@ class SweepResult:
 
 
 def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
-    """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder."""
+    """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder, as strict JSON."""
     manifest = run_folder.read_manifest(folder)
     settings = manifest.get(run_folder.SWEEP_SETTINGS) or {}
     halved = next(iter(as_dict(manifest.get(run_folder.HALVED)).get("decisions") or []), None)
@@ -119,8 +116,8 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
                 settings=settings.get(path.name) or {},
                 eval_loss=head.get("least_eval_loss"),
                 final_loss=head.get("final_loss"),
-                gain=finite_or_none(head.get("gain")),
-                kept_worse=finite_or_none(head.get("kept_worse")),
+                gain=head.get("gain"),
+                kept_worse=head.get("kept_worse"),
                 steps=head.get("steps"),
                 seconds=head.get("seconds"),
                 note=OTHER_ROWS if differs else "",
@@ -130,10 +127,6 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
     losses = {trial.name: trial.eval_loss for trial in trials if not trial.note} if halved is None else halved["losses"]
     at = None if halved is None else halved["step"]
     return SweepResult(folder, tuple(trials), tuple(list_effects(trials, losses)), at)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def identify_rows(facts: Facts) -> tuple[Any, ...] | None:

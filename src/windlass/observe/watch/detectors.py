@@ -291,21 +291,18 @@ def straggler(history: History) -> Findings:
     if len(recent) < MIN_STEPS or len(ranks) < 2:
         return
     step_seconds = median(map(slowest_step, recent))
+
+    def own_seconds(record: Mapping[str, Any], phase: str) -> float:
+        waiting = record.get("wait_seconds") or 0.0 if phase == "forward" else 0.0  # for other ranks
+        return (record.get(f"{phase}_seconds") or 0.0) - waiting
+
     for phase in ("data", "forward", "backward", "optimizer", "other"):
-        by_rank = {rank: median(_own_seconds(records[rank], phase) for records in recent) for rank in ranks}
+        by_rank = {rank: median(own_seconds(records[rank], phase) for records in recent) for rank in ranks}
         worst, seconds, others = find_worst_rank(by_rank)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
             yield f"slow in {phase}: {times}", worst
             return
-
-
-def _own_seconds(record: Mapping[str, Any], phase: str) -> float:
-    """Return the time of a phase without waiting for other ranks in it."""
-    seconds: float = record.get(f"{phase}_seconds") or 0.0
-    if phase == "forward":
-        seconds -= record.get("wait_seconds") or 0.0
-    return seconds
 
 
 def memory_growth(history: History) -> Findings:

@@ -1,8 +1,6 @@
 """Heartbeat: a thread in every rank that shows signs of life and writes down why the rank makes no progress.
 
-A rank that waits in a collective holds no GIL, so the thread runs. If something holds the GIL for good, the timer of
-faulthandler, which the thread has set and which needs no GIL, writes the stacks all the same. The other ranks see that
-this one gives no sign of life, and wait for those stacks before they report or leave.
+If something holds the GIL for good, faulthandler's timer, which needs no GIL, writes the stacks (docs/watch.md).
 """
 
 import faulthandler

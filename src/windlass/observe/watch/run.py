@@ -94,7 +94,7 @@ class RunWatch:
         self.monitor.history.max_steps = max_steps
         self.heartbeat.start()
         if self.rank == 0:
-            self.monitor.start()
+            self.monitor.thread.start()
 
     def act(self, total: float) -> bool:
         """Act on the all-reduced `request`; return whether to save a checkpoint. Raise AlarmError to stop."""
