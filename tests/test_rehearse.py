@@ -25,6 +25,7 @@ from windlass import plan as planning
 from windlass import tiny
 from windlass.cli import app
 from windlass.errors import UserError
+from windlass.export.proof import load_float32
 from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
 from windlass.model import find_base, find_published_base, read_base
@@ -144,7 +145,7 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
         del tensors[name]
 
     # A merge without the adapter, however little was trained.
-    base = reload.load_float32(read_base(kept / "model")).state_dict()
+    base = load_float32(read_base(kept / "model")).state_dict()
     for file in (tmp_path / "merged").glob("model-*.safetensors"):
         tensors = load_file(file)
         for key in tensors:

@@ -118,14 +118,9 @@ def rank_checkpoints(
             model, certificate = base.get(lambda: load_base(plan.base, layout, **describe_precision(plan)))
             one_per_base = {read_recorded_base(saved.folder).get("base_digest"): saved.folder for saved in chosen}
             for folder in one_per_base.values():
-                require_same_base(
-                    folder,
-                    plan.base,
-                    certificate["base_digest"],
-                    plan.where("model.model_name_or_path"),
-                    allow_other=allow_other_base,
-                    say=console.print,
-                )
+                where = plan.where("model.model_name_or_path")
+                digest = certificate["base_digest"]
+                require_same_base(folder, plan.base, digest, where, allow_other=allow_other_base, say=console.print)
             losses: dict[str, RowFigures] = {}
             for folder, of_run in itertools.groupby(chosen, lambda saved: saved.folder.parent.parent):
                 group = list(of_run)

@@ -51,7 +51,6 @@ OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype f
 def export_adapter(
     source: AdapterSource,
     to: Path,
-    *,
     base_name: str,
     opened_by: str,
     dtype: str | None,
@@ -126,10 +125,8 @@ def export_adapter(
         source,
         to,
         base_name,
-        merged=False,
         dtype=dtype,
         other_base=recorded.get("other_base", ""),
-        trained_on=trained_on,
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
         commands=list_commands(server, base_name, config, verdicts, own_template=own_template),
@@ -163,9 +160,8 @@ def list_model_classes(base: Base | None, wanted: str | None, needed_for: str = 
     if base is None:
         if wanted or needed_for:
             problem = "the names of its modules follow from the base model, which is not on this machine"
-            raise UserError(
-                problem, needed_for or "--for", "name the folder that holds it: --base DIR", "base-not-here"
-            )
+            hint = "name the folder that holds it: --base DIR"
+            raise UserError(problem, needed_for or "--for", hint, "base-not-here")
         return []
     classes = [base.family.causal_lm]
     if base.wrapper:

@@ -9,7 +9,7 @@ from windlass.export.source import AdapterSource
 from windlass.files import read_json, read_json_lines
 from windlass.model import Base
 from windlass.run_folder import DATA, EVENTS
-from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_quantization, read_recorded_base
 
 SETTINGS: Final = {
     "lora": ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
@@ -42,14 +42,15 @@ def write_card(source: AdapterSource, to: Path, base: str, **facts: Any) -> None
             settings |= {f"{objective}.{key}": value for key, value in run[objective].items()}
     else:  # an adapter from another tool has only its own config
         settings = {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
-    written_by = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {})
-    settings["chat template"] = written_by.get("source")
+    recorded = read_recorded_base(source.folder)
+    settings["chat template"] = recorded.get(CHAT_TEMPLATE, {}).get("source")
     settings["data.template_kwargs"] = (run.get("data") or {}).get("template_kwargs")
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
     template = jinja2.Template(Path(__file__).with_name("card.md.j2").read_text("utf-8"), keep_trailing_newline=True)
     text = template.render(
         facts,
         base=base,
+        trained_on=describe_quantization(recorded.get("base_quantisation", {})),
         data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,
         why=source.why,

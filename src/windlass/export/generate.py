@@ -71,23 +71,18 @@ def generate(
         raise UserError("the prompt is empty", "--prompt", "give a text to continue", "no-prompt")
     trained_in = recorded.get("base_quantisation", {}).get("format", "")
     base_dtype = choose_base_dtype(model_base, folder, trained_in)
-    loading = f"loading {model_base.name}"
-    if base_dtype != "bf16":
-        loading += f" in {base_dtype.upper()}"
-    if source:
-        loading += f" with {source.folder}"
-    say(loading)
+    stored = f" in {base_dtype.upper()}" if base_dtype != "bf16" else ""
+    say(f"loading {model_base.name}{stored}{f' with {source.folder}' if source else ''}")
     model = load_model(model_base, source, base_dtype, say)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
+    sampling: dict[str, Any] = {"temperature": temperature} if temperature > 0 else {}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         output = model.generate(
             **encoded,
             **sampling,
+            do_sample=temperature > 0,
             max_new_tokens=tokens,
             use_cache=True,
             streamer=_Streamer(tokenizer, write) if write else None,
@@ -108,9 +103,8 @@ def _find_tokenizer(folder: Path, source: AdapterSource | None, base: Base) -> P
     for place in (folder, source.folder if source else None, base.path):
         if place and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return place
-    raise UserError(
-        "the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there", "no-tokenizer"
-    )
+    hint = "copy the base model's tokenizer there"
+    raise UserError("the model folder has no tokenizer", str(folder), hint, "no-tokenizer")
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]

@@ -43,7 +43,6 @@ MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 def merge_adapter(
     source: AdapterSource,
     to: Path,
-    *,
     base_name: str,
     dtype: str | None,
     layout: str | None,
@@ -86,11 +85,21 @@ def merge_adapter(
     if has_mistrals:
         size += beside_plan.size if beside_plan else plan.size
     claim_folder(source, base.path, to, MERGED, size)
-    _report_left_out(base, plan, has_mistrals or is_mistrals, say)
-    report_missing_files(base, base_name, to, has_mistrals or is_mistrals, say)
+    with_mistrals = has_mistrals or is_mistrals
+    left_out = [name for name in plan.left_out if not (with_mistrals and name.startswith(MISTRALS_FILES))]
+    if left_out:
+        say(f"left out  {', '.join(left_out)}: they hold, or point to, weights without the adapter")
+    served = find_row("vllm", base.family.model_type, "merged")
+    if served.form and not with_mistrals:
+        say(f"note      vLLM doesn't open this folder, {served.note}: add --layout mistral")
+    report_missing_files(base, base_name, to, with_mistrals, say)
 
     def write(which: Base, plan: MergePlan, deltas: Deltas) -> Proof:
-        _report_plan(plan, say)
+        counts = Counter(entry.how for entry in plan.entries)
+        tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
+        say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
+        if plan.dropped:
+            say(f"dropped   {len(plan.dropped)} scales: the weights are not quantized now, and scales mean nothing")
         with progress("merging", plan.size) as advance:
             write_merge(plan, which, deltas, to, advance, workers)
         copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
@@ -105,8 +114,7 @@ def merge_adapter(
     elif has_mistrals and not proof.deviations:
         merged = read_base(to)
         proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
-    row = find_row("vllm", base.family.model_type, "merged")
-    is_served = row.result == "applied" or (row.form == "mistral" and (has_mistrals or is_mistrals))
+    is_served = served.result == "applied" or (served.form == "mistral" and with_mistrals)
     written_dtype = None if plan.dtype == OWN else plan.dtype
     write_template(to, recorded.get(CHAT_TEMPLATE, {}))
     write_card(
@@ -116,7 +124,6 @@ def merge_adapter(
         merged=True,
         dtype=written_dtype,
         other_base=other_base,
-        trained_on=trained_on,
         commands=["vllm serve ."] if is_served else [],
         evaluation=describe_evaluation(source, base, "pretrained=."),
     )
@@ -146,29 +153,9 @@ def _compare_base_losses(source: AdapterSource, base: Base) -> str:
         dtype = published_dtype(base) or "bf16"
         place = shlex.quote(str(run)) if run else "RUN"
         return f"hint      windlass best {place} --base-dtype {dtype}: both bases' held-out losses"
-    losses = [
-        f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}"
-        for dtype, (alone, adapted) in record["losses"].items()
-    ]
+    by_dtype = record["losses"].items()
+    losses = [f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}" for dtype, (alone, adapted) in by_dtype]
     return f"held out  loss of {record['rows']} rows, by base ({record['adapter']}): {'; '.join(losses)}"
-
-
-def _report_plan(plan: MergePlan, say: Say) -> None:
-    counts = Counter(entry.how for entry in plan.entries)
-    tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
-    say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
-    if plan.dropped:
-        say(f"dropped   {len(plan.dropped)} scales: the weights are not quantized now, and scales mean nothing")
-
-
-def _report_left_out(base: Base, plan: MergePlan, has_mistrals: bool, say: Say) -> None:
-    """Report what the result lacks: of the base's folder, and for servers."""
-    left_out = [name for name in plan.left_out if not (has_mistrals and name.startswith(MISTRALS_FILES))]
-    if left_out:
-        say(f"left out  {', '.join(left_out)}: they hold, or point to, weights without the adapter")
-    row = find_row("vllm", base.family.model_type, "merged")
-    if row.form and not has_mistrals:
-        say(f"note      vLLM doesn't open this folder, {row.note}: add --layout mistral")
 
 
 def _report_files(proof: Proof, say: Say) -> None:

@@ -302,9 +302,8 @@ def write_merge(
             for _ in pool.map(write_file, plan.headers):
                 pass
         except DamagedError as error:
-            raise UserError(
-                str(error), str(to), "fetch the base model again, then repeat the command", "damaged-weights"
-            ) from None
+            hint = "fetch the base model again, then repeat the command"
+            raise UserError(str(error), str(to), hint, "damaged-weights") from None
         finally:
             stop.set()  # after an error or a signal the others end at their next block
     for path in plan.others:

@@ -3,8 +3,6 @@
 An adapter alone is opened with plain PEFT on its base's class without memory: every tensor must find its place.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import operator
@@ -134,6 +132,47 @@ def _are_bytes_equal(entry: MergedEntry, files: Files) -> bool:
     return all(map(operator.eq, *(iter_stored_bytes(stored, files) for stored in (entry.source, entry.out))))
 
 
+class Expected:
+    """W + s BA recomputed from safetensors' reader, with the indices of PEFT's einsum."""
+
+    def __init__(self, delta: Delta | None, opened: Any) -> None:
+        self.delta = delta
+        self.factors: dict[str, Tensor] = {}
+        for name in ("a", "b", "magnitude", "replaced"):
+            stored = getattr(delta, name, None)
+            if stored is not None:
+                self.factors[name] = opened.get_tensor(stored.key).double()
+
+    def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+        """Return the merged values of full rows before rounding, and the size of the terms."""
+        if self.delta is None:
+            return base, base.abs()
+        if "replaced" in self.factors:
+            new = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
+            return new, new.abs()
+        a = self.factors["a"]
+        b = self.factors["b"]
+        if len(box) == 3:  # "o r e, e r i -> e o i"
+            expert = box[0][0]
+            experts = self.delta.experts
+            r = a.shape[0] // experts
+            b = b[:, [index * experts + expert for index in range(r)]]
+            a = a[expert * r : (expert + 1) * r]
+        if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
+            a, b = b.T, a.T
+        (top, bottom), (left, right) = box[-2:]
+        a = a[:, left:right]
+        b = b[top:bottom]
+        scale = self.delta.scale
+        value = base + (b @ a * scale).view(base.shape)
+        size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
+        if "magnitude" in self.factors:
+            factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
+            value = value * factor
+            size = size * factor
+        return value, size
+
+
 @dataclass
 class Sums:
     """Sums over the sampled values of one parameter."""
@@ -251,47 +290,6 @@ def explain_share(sums: Sums) -> float:
     deviations, by Bernstein's inequality, because few values may move, or Hoeffding's."""
     noise = min(sums.largest + math.sqrt(sums.largest**2 + sums.noise), math.sqrt(sums.noise_limit))
     return (6 * noise + sums.lost) / sums.change
-
-
-class Expected:
-    """W + s BA recomputed from safetensors' reader, with the indices of PEFT's einsum."""
-
-    def __init__(self, delta: Delta | None, opened: Any) -> None:
-        self.delta = delta
-        self.factors: dict[str, Tensor] = {}
-        for name in ("a", "b", "magnitude", "replaced"):
-            stored = getattr(delta, name, None)
-            if stored is not None:
-                self.factors[name] = opened.get_tensor(stored.key).double()
-
-    def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-        """Return the merged values of full rows before rounding, and the size of the terms."""
-        if self.delta is None:
-            return base, base.abs()
-        if "replaced" in self.factors:
-            new = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
-            return new, new.abs()
-        a = self.factors["a"]
-        b = self.factors["b"]
-        if len(box) == 3:  # "o r e, e r i -> e o i"
-            expert = box[0][0]
-            experts = self.delta.experts
-            r = a.shape[0] // experts
-            b = b[:, [index * experts + expert for index in range(r)]]
-            a = a[expert * r : (expert + 1) * r]
-        if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
-            a, b = b.T, a.T
-        (top, bottom), (left, right) = box[-2:]
-        a = a[:, left:right]
-        b = b[top:bottom]
-        scale = self.delta.scale
-        value = base + (b @ a * scale).view(base.shape)
-        size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
-        if "magnitude" in self.factors:
-            factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
-            value = value * factor
-            size = size * factor
-        return value, size
 
 
 def measure_step(exact: Tensor, kind: torch.dtype, disk: Disk, piece: Piece, box: Box) -> Tensor:

@@ -4,6 +4,7 @@ Rounded to the nearest value most weights would be the base's: docs/export.md, "
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,21 +34,6 @@ ROW: Final = 0.7548776662466927
 COLUMN: Final = 0.5698402909980532
 
 
-def iter_row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
-    """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
-    if len(shape) < 2:
-        yield tuple((0, size) for size in shape)
-        return
-    rows, columns = shape[-2:]
-    step = max(1, BLOCK_VALUES // max(1, columns) // side) * side
-    matrices: list[Box] = [()]
-    if len(shape) == 3:
-        matrices = [((i, i + 1),) for i in range(shape[0])]
-    for outer in matrices:
-        for start in range(0, rows, step):
-            yield (*outer, (start, min(rows, start + step)), (0, columns))
-
-
 class MergedTensor:
     """The merged values of one stored tensor."""
 
@@ -61,10 +47,19 @@ class MergedTensor:
             self.scale, _ = read_scale(piece.scale, files)
 
     def blocks(self) -> Iterator[Box]:
+        """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
+        shape = self.piece.shape
+        if len(shape) < 2:
+            yield tuple((0, size) for size in shape)
+            return
+        rows, columns = shape[-2:]
         side = self.block[0]
         if self.piece.packed and self.piece.packed.transposed:
-            side = self.piece.shape[-2]  # whole rows of its file
-        return iter_row_blocks(self.piece.shape, side)
+            side = rows  # whole rows of its file
+        step = max(1, BLOCK_VALUES // max(1, columns) // side) * side
+        for outer in itertools.product(*([(i, i + 1) for i in range(count)] for count in shape[:-2])):
+            for start in range(0, rows, step):
+                yield (*outer, (start, min(rows, start + step)), (0, columns))
 
     def place(self, box: Box) -> Box:
         """Return the block's place in the parameter."""

@@ -105,17 +105,9 @@ def convert_adapter(
         pairs = [_fold(pair, r) for pair in pairs]
     experts = [row for row in rows.values() if row.form == PER_EXPERT]
     pairs += _add_zeros(base, pairs, experts, rename, r)
-    converted = {
-        **config,
-        "r": r,
-        "lora_alpha": alpha,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "target_modules": sorted({pair.module.rpartition(".")[2] for pair in pairs}),
-        "target_parameters": None,
-    }
-    return pairs, converted
+    modules = sorted({pair.module.rpartition(".")[2] for pair in pairs})
+    plain = {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None}
+    return pairs, {**config, **plain, "r": r, "lora_alpha": alpha, "target_modules": modules}
 
 
 def _layer_of(name: str) -> str:

@@ -62,9 +62,8 @@ class AdapterSource:
 def choose_adapter(path: Path, base: str | None = None, *, allow_other_base: bool = False) -> AdapterSource:
     """Find the adapter of a run folder, of one of its checkpoints, of `final`, or one that PEFT saved."""
     if not path.is_dir():
-        raise UserError(
-            "no such folder", str(path), "name a run folder, or a folder that holds an adapter", "no-such-folder"
-        )
+        hint = "name a run folder, or a folder that holds an adapter"
+        raise UserError("no such folder", str(path), hint, "no-such-folder")
     run_folder: Path | None = None
     if (path / CONFIG).is_file():
         folder = path
@@ -82,9 +81,8 @@ def choose_adapter(path: Path, base: str | None = None, *, allow_other_base: boo
         raise UserError("it is neither a run folder nor an adapter", str(path), hint, "no-adapter")
     config = read_json(folder / CONFIG)
     if not config:
-        raise UserError(
-            "it is not JSON, or empty", str(folder / CONFIG), "export from another checkpoint of the run", "not-json"
-        )
+        hint = "export from another checkpoint of the run"
+        raise UserError("it is not JSON, or empty", str(folder / CONFIG), hint, "not-json")
     if not (folder / WEIGHTS).is_file():
         hint = "adapters are read from safetensors only: save it again with PEFT's save_pretrained"
         raise UserError(f"the adapter has no {WEIGHTS}", str(folder), hint, "incomplete-adapter")

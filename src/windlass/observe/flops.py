@@ -16,13 +16,10 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
     transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
     """
-    routers = []
-    for module in model.modules():
-        experts = getattr(module, "num_experts", None)
-        has_top_k = isinstance(getattr(module, "top_k", None), int)
-        if isinstance(experts, int) and has_top_k and isinstance(getattr(module, "weight", None), Tensor):
-            routers.append((module, experts))
-    return routers
+    kinds = {"num_experts": int, "top_k": int, "weight": Tensor}
+    modules: list[Any] = list(model.modules())
+    routers = [m for m in modules if all(isinstance(getattr(m, name, None), kind) for name, kind in kinds.items())]
+    return [(router, router.num_experts) for router in routers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +116,7 @@ class RateMeter:
 
     def as_dict(self) -> dict[str, Any]:
         length = self.seq_len or 0
-        return {
-            "sequence": length,
-            "flops_per_token": self.flops.model(length),
-            "recompute_flops_per_token": self.flops.recompute(length),
-            "formula": self.flops.formula,
-            "peak_tflops": self.peak_tflops,
-            "why_no_peak": self.why_no_peak,
-        }
+        flops = self.flops
+        counted = {"flops_per_token": flops.model(length), "recompute_flops_per_token": flops.recompute(length)}
+        peak = {"peak_tflops": self.peak_tflops, "why_no_peak": self.why_no_peak}
+        return {"sequence": length, **counted, "formula": flops.formula, **peak}

@@ -83,9 +83,8 @@ class StepProfiler(_Profiler):
         report: bool = True,
     ) -> None:
         if unit != "tokens" and (not re.fullmatch("[a-z][a-z_]{0,30}", unit) or f"{unit}_per_second" in steps.FIELDS):
-            raise UserError(
-                f"{unit!r} can't name what is counted", "StepProfiler", "small letters: images, clips", "wrong-value"
-            )
+            problem = f"{unit!r} can't name what is counted"
+            raise UserError(problem, "StepProfiler", "small letters: images, clips", "wrong-value")
         super().__init__(output_dir, debug_freq, report_meta, script_name, report)
         self.unit = unit
         self.steps_done = from_step
@@ -99,9 +98,8 @@ class StepProfiler(_Profiler):
         connected = dist.is_available() and dist.is_initialized()
         if not connected and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             problem = "the ranks are not connected yet, so the number of this one is unknown"
-            raise UserError(
-                problem, "StepProfiler", "enter it after torch.distributed.init_process_group", "not-connected"
-            )
+            hint = "enter it after torch.distributed.init_process_group"
+            raise UserError(problem, "StepProfiler", hint, "not-connected")
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         recorder = self._record(folder, rank, ranks, device, unit=self.unit)
@@ -157,9 +155,8 @@ class StepProfiler(_Profiler):
 
     def _running(self) -> Recorder:
         if self.recorder is None:
-            raise UserError(
-                "nothing is measured yet", "StepProfiler", "write `with meter:` around the loop", "nothing-measured"
-            )
+            hint = "write `with meter:` around the loop"
+            raise UserError("nothing is measured yet", "StepProfiler", hint, "nothing-measured")
         return self.recorder
 
 

@@ -1,7 +1,5 @@
 """`windlass rehearse`: the user's own run, start to end, with a tiny replica of the model on this machine's CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile
@@ -92,15 +90,13 @@ def make_empty_folder(keep: Path) -> Path:
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
         others = sorted(path.name for path in keep.iterdir() if path.name not in ours)
         if others:
-            raise UserError(
-                f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one", "folder-taken"
-            )
+            problem = f"the folder contains other files ({others[0]} …)"
+            raise UserError(problem, f"--keep {keep}", "name a new one", "folder-taken")
         for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder", "unwritable"
-        ) from None
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError(problem, f"--keep {keep}", "name another folder", "unwritable") from None
     return keep.resolve()
 
 

@@ -3,8 +3,6 @@
 `python -m windlass.rehearse.material REQUEST.json` prints one line of JSON for each part when it is done.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -128,9 +126,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                     if (size := size + len(str(row))) > MOST_BYTES:
                         break
         if rows.get("validation") == []:
-            raise UserError(
-                f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some", "no-rows"
-            )
+            problem = f"{data.validation_split} has no rows"
+            raise UserError(problem, where("data.val_split"), "name a split that has some", "no-rows")
         taken.append(rows)
     if len(selected) == len(sets):
         require_validation(run, selected, where)
@@ -142,11 +139,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         {name: tokenize(part, kind, tokenizer, data.length, **at.get(name, {})) for name, part in rows.items()}
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
-    tokens = {
-        name: Documents.concatenate(found)
-        for name in ("train", "validation")
-        if (found := [each[name] for each in made[: len(trained)] if name in each])
-    }
+    parts = {name: [each[name] for each in made[: len(trained)] if name in each] for name in ("train", "validation")}
+    tokens = {name: Documents.concatenate(found) for name, found in parts.items() if found}
     audit = {"splits": {name: audit_split(part, tokenizer) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
     documents = tokens["train"]
@@ -178,7 +172,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         "rows": min(documents.counts["rows"], counts["train"]),
         "validation": "validation" in tokens,
         "length": length,
-        "format": kind.description if len(sets) == 1 else f"{', '.join(each.name for each in kinds)}",
+        "format": kind.description if len(sets) == 1 else ", ".join(each.name for each in kinds),
         "columns": list(dict.fromkeys(itertools.chain(*columns))),
         "rows_seen": documents.counts["rows"],
         "supervised_share": audit["splits"]["train"]["supervised_fraction"],

@@ -3,8 +3,6 @@
 `python -m windlass.rehearse.reload FOLDER` prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -64,9 +62,8 @@ def main(folder: Path) -> list[str]:
     adapted = compute_logits(open_adapter(plain, folder / "adapter"), rows)
     worst = float((trained - adapted).abs().max())
     if not worst <= EQUAL:
-        raise ReloadMismatch(
-            f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained"
-        )
+        opened = "base + exported adapter in plain PEFT"
+        raise ReloadMismatch(f"{opened}: logits differ by {worst:.3g} from what was trained")
 
     proved = [f"base + adapter, opened by {opener}: logits as trained, to {worst:.2g}"]
     if not (folder / "merged").is_dir():  # a base in 4 bits

@@ -92,7 +92,12 @@ def verify(
     probe = read_probe(folder, read_json(folder / EXPORT))
     server = ServedModel(url, key=key, key_variable=key_variable, say=say)
     server.model = choose_model(server, model)
-    require_tokenizer(server, probe)
+    expected = probe.get("tokenizer", {})
+    tokens = server.tokenize(expected["text"]) if expected else None
+    if tokens is not None and tokens != expected["ids"]:
+        problem = f"the server has another tokenizer: {describe_tokens(tokens, expected['ids'])}"
+        hint = f"serve the base model {probe['base']} with the tokenizer in its folder"
+        raise UserError(problem, server.url, hint, "other-tokenizer")
     longest = max((row["ids"] for row in probe["rows"]), key=len)
     try:
         server.complete(longest)
@@ -120,16 +125,6 @@ def choose_model(server: ServedModel, wanted: str | None) -> str:
     problem = f"the server has no model {wanted}" if wanted else f"the server has {format_plural(len(names), 'model')}"
     hint = f"it has {listed}; name one with --model, or start the server with the adapter under this name"
     raise UserError(problem, "--model", hint, "no-such-model")
-
-
-def require_tokenizer(server: ServedModel, probe: dict[str, Any]) -> None:
-    """Refuse a server that splits a text into other tokens."""
-    expected = probe.get("tokenizer", {})
-    tokens = server.tokenize(expected["text"]) if expected else None
-    if tokens is not None and tokens != expected["ids"]:
-        problem = f"the server has another tokenizer: {describe_tokens(tokens, expected['ids'])}"
-        hint = f"serve the base model {probe['base']} with the tokenizer in its folder"
-        raise UserError(problem, server.url, hint, "other-tokenizer")
 
 
 def describe_tokens(served: Sequence[int], trained: Sequence[int]) -> str:

@@ -21,15 +21,7 @@ from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent
-from windlass.observe.report.charts import (
-    PHASES,
-    choose_points,
-    compare_figures,
-    compare_run_files,
-    make_axes,
-    make_charts,
-    make_comparison_charts,
-)
+from windlass.observe.report import charts
 from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
 from windlass.observe.report.page import HIDDEN, render_template
 from windlass.observe.report.read import read_run
@@ -81,8 +73,9 @@ def list_begun(folder: Path) -> list[Path]:
 def collect_runs(folders: Sequence[Path]) -> list[Facts]:
     runs: list[Facts] = []
     for folder in folders:
-        run = read_run(Path(folder), choose_points(len(folders)))
-        runs.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
+        run = read_run(Path(folder), charts.choose_points(len(folders)))
+        drawn = {"charts": charts.make_charts(run), "axes": charts.make_axes(run)}
+        runs.append(to_strict_json(collect_facts(run) | drawn))
     return runs
 
 
@@ -102,9 +95,8 @@ def write_report(
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         write_atomic(report.html, render_page(runs, sweep))
     except OSError as error:
-        raise UserError(
-            f"can't write there: {error.strerror}", str(folder), "name another folder with --out", "unwritable"
-        ) from None
+        problem = f"can't write there: {error.strerror}"
+        raise UserError(problem, str(folder), "name another folder with --out", "unwritable") from None
     return report
 
 
@@ -121,7 +113,7 @@ def to_strict_json(value: Any) -> Any:
 
 def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
     """Render the page for one run, or for several with a comparison on top."""
-    overlays = make_comparison_charts(runs) if len(runs) > 1 else []
+    overlays = charts.make_comparison_charts(runs) if len(runs) > 1 else []
     data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
     for i, run in enumerate(runs):
         data["charts"] |= {f"r{i}-{chart['id']}": chart for chart in run["charts"]}
@@ -141,12 +133,12 @@ def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
         effects=sweep.effect_rows() if sweep else [],
         caution=sweep.caution if sweep else "",
         overlays=overlays,
-        figures=compare_figures(runs),
-        differences=compare_run_files(runs) if len(runs) > 1 else [],
+        figures=charts.compare_figures(runs),
+        differences=charts.compare_run_files(runs) if len(runs) > 1 else [],
         data=Markup(island),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        phases=PHASES,
+        phases=charts.PHASES,
         hint_for=lambda kind, folder: make_hint(kind, Path(folder)),
         peak_gib=highest_peak_gib,
         NONE=NONE,
@@ -173,8 +165,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
             console.print(Text(f"  {reason}", style=style))
         table.add_column(Text(run["name"]), justify="right")
     times = [run["step_time"] for run in report.runs]
-    rows = compare_figures(report.runs)
-    for phase, label in PHASES.items():
+    rows = charts.compare_figures(report.runs)
+    for phase, label in charts.PHASES.items():
         if any(time["shares"].get(phase) for time in times):
             cells = [
                 f"{format_duration(t['seconds'].get(phase))} {format_percent(t['shares'].get(phase)):>6}" for t in times

@@ -146,11 +146,9 @@ def read_run(folder: Path, points: int = 480) -> RunData:
     alarms = list(Tail(folder / run_folder.ALARMS).objects())
     newest = max((beat["time"] for beat in read_beats(folder).values()), default=NAN)
     watched = newest == newest or (folder / run_folder.ALARMS).is_file()
-    needed = {
-        run_folder.METER.format(rank=0): any(meters.values()),
-        run_folder.EVENTS: (folder / run_folder.EVENTS).is_file(),
-        run_folder.ALARMS: watched,
-    }
+    meter = run_folder.METER.format(rank=0)
+    has_events = (folder / run_folder.EVENTS).is_file()
+    needed = {meter: any(meters.values()), run_folder.EVENTS: has_events, run_folder.ALARMS: watched}
     return RunData(
         folder=folder,
         name=folder.resolve().name or str(folder),

@@ -148,9 +148,11 @@ class View:
     def draw(self, now: float) -> Group:
         """Draw state and time left, curves, a row per rank, symptoms, alarms."""
         plan = read_json(self.folder / run_folder.PLAN)
-        symptoms = [Text(f"note: {symptom}", style="yellow") for symptom in self._find_symptoms(plan)]
-        head = [*self._draw_state(plan, now), *self._draw_curves()]
-        return Group(*head, self._draw_ranks(now), *symptoms, *self._draw_alarms())
+        clipped = self.clipped / self.norms if self.norms else NAN
+        speed = {"step_seconds": median(self.seconds), "gpu_peak_gib": self.peak_gib}
+        symptoms = find_symptoms(self.step, clipped, self.max_grad_norm, self.busiest, plan=plan, **speed)
+        head = [*self._draw_state(plan, now), *self._draw_curves(), self._draw_ranks(now)]
+        return Group(*head, *(Text(f"note: {symptom}", style="yellow") for symptom in symptoms), *self._draw_alarms())
 
     @property
     def step(self) -> int:
@@ -219,27 +221,9 @@ class View:
             beat = self.beats[rank]
             phase = str(beat.get("phase", ""))
             alive = f"{steps.format_clock(max(now - beat['time'], 0))} ago"
-        return [
-            str(rank),
-            f"{get_number(record, 'step'):.0f}",
-            HEADS.get(phase, phase),
-            f"{seconds:.3g}",
-            *shares,
-            f"{memory:.1f}" if memory == memory else "",
-            f"{busy:.0%}" if busy == busy else "",
-            alive,
-        ]
-
-    def _find_symptoms(self, plan: Any) -> list[str]:
-        return find_symptoms(
-            self.step,
-            self.clipped / self.norms if self.norms else NAN,
-            self.max_grad_norm,
-            self.busiest,
-            plan=plan,
-            step_seconds=median(self.seconds),
-            gpu_peak_gib=self.peak_gib,
-        )
+        place = [str(rank), f"{get_number(record, 'step'):.0f}", HEADS.get(phase, phase), f"{seconds:.3g}"]
+        loads = [f"{memory:.1f}" if memory == memory else "", f"{busy:.0%}" if busy == busy else ""]
+        return [*place, *shares, *loads, alive]
 
     def _draw_alarms(self) -> Iterator[Text]:
         if not self.alarm_count:

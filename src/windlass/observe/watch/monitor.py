@@ -4,14 +4,23 @@ import dataclasses
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 from windlass import run_folder
 from windlass.files import append_json_line, read_json
 from windlass.observe.reader import JoinedSteps, Tail, read_kept
-from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, make_hint
+from windlass.observe.watch.detectors import (
+    EVALUATION_RULES,
+    EVERY_TIME,
+    STEP_RULES,
+    Alarm,
+    Findings,
+    History,
+    Memory,
+    make_hint,
+)
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.runfile import RunFile, ScriptRun, Watch
 
@@ -109,7 +118,7 @@ class Monitor:
                 if not self.history.memory:
                     self.history.memory = read_memory_limits(self.folder, list(records))
                 self.history.add(step, records)
-                self._run_detectors(STEPS, step)
+                self._run_rules(STEP_RULES, step)
             for event in self.events.objects():
                 if event.get("kind") == "eval":
                     self._check_evaluation(event)
@@ -124,25 +133,25 @@ class Monitor:
         self.history.evaluations.append((step, float(loss)))
         self.history.kept = read_kept(event, "worse")
         if step > self.from_step:
-            self._run_detectors(EVALUATIONS, step)
+            self._run_rules(EVALUATION_RULES, step)
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Raise an alarm with the action of its kind, unless that is off or it was raised a short while ago."""
         acted_on = alarm.kind in ("non_finite", "failed")  # by the loop itself, or by the failure
         action = alarm.level if acted_on else getattr(self.limits, alarm.kind)
         last = self.last.get((alarm.kind, alarm.rank))
-        is_repeated = last is not None and alarm.step < last + QUIET_STEPS and not BY_KIND[alarm.kind].every_time
+        is_repeated = last is not None and alarm.step < last + QUIET_STEPS and alarm.kind not in EVERY_TIME
         if action == OFF or is_repeated:
             return
         self.last[alarm.kind, alarm.rank] = alarm.step
         self.counts[alarm.kind] += 1
         self.raised(dataclasses.replace(alarm, level=action))
 
-    def _run_detectors(self, reads: str, step: int) -> None:
-        for detector in DETECTORS:
-            if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
-                for message, rank in detector.rule(self.history):
-                    self.raise_alarm(Alarm(detector.kind, step, message, rank))
+    def _run_rules(self, rules: Iterable[Callable[[History], Findings]], step: int) -> None:
+        for rule in rules:
+            if getattr(self.limits, rule.__name__) != OFF:
+                for message, rank in rule(self.history):
+                    self.raise_alarm(Alarm(rule.__name__, step, message, rank))
 
     def _read_nccl_logs(self) -> None:
         found = {path for folder in self.log_folders for path in folder.glob("nccl-*.log")}
