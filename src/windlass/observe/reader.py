@@ -190,8 +190,6 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 def as_number(value: Any) -> float:
     """Return a float; NaN for anything but a finite number."""
-    if type(value) is float and value - value == 0:
-        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NAN
     try:

@@ -216,27 +216,25 @@ def list_requested_columns(data: Data) -> dict[str, Any]:
     answered = "{}"
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     chat = [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
+    answers = {"output": answered}
+    if data.pairs:
+        turns.pop()
+        chat.pop()
+        answers = {"chosen": answered, "rejected": "I don't know."}
     published: dict[str, dict[str, Any]] = {
         "messages": {data.messages_field or "messages": turns},
         "sharegpt": {data.messages_field or "conversations": chat},
-        "alpaca": {"instruction": asked, "output": answered},
+        "alpaca": {"instruction": asked, **answers},
         "prompt-completion": {data.prompt_field or "prompt": asked, data.completion_field or "completion": answered},
         "input_ids": {"input_ids": [*range(5, 25)]},
         "text": {data.text_field or "text": answered},
+        "preference": {"prompt": asked},
     }
-    if data.pairs:
-        answers = {"chosen": answered, "rejected": "I don't know."}
-        published = {
-            "preference": {"prompt": asked},
-            "messages": {data.messages_field or "messages": turns[:1]},
-            "sharegpt": {data.messages_field or "conversations": chat[:1]},
-            "alpaca": {"instruction": asked},
-        }
-        published = {name: {**columns, **answers} for name, columns in published.items()}
     keys = {"messages": data.messages_field, "prompt-completion": data.prompt_field}
     usual = "preference" if data.pairs else "text"
     named: str = data.format or next((name for name, key in keys.items() if key), usual)
-    return {data.columns.get(name, name): form for name, form in published[named].items()}
+    columns = {**published[named], **(answers if data.pairs else {})}
+    return {data.columns.get(name, name): form for name, form in columns.items()}
 
 
 def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:

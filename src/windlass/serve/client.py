@@ -141,11 +141,9 @@ class ServedModel:
     def find_way(self, ids: list[int]) -> str:
         """Return by which requests the server gives log-probabilities of a prompt; empty if by none."""
         for way in (PROMPT, ECHO):
-            try:
+            with contextlib.suppress(RefusedError):
                 if self.read_prompt_logprobs(ids, way):
                     return way
-            except RefusedError:
-                continue
         forced = [self.force(ids, position) for position in range(1, min(len(ids), 4))]
         known = [value for value in forced if value is not None]
         return FORCED if any(value < -1e-3 for value in known) else ""  # 0: of what the forcing has made certain
@@ -154,9 +152,8 @@ class ServedModel:
         """Return each token's log-probability from the second on; None if the answer has none."""
         if way == PROMPT:
             entries = self.complete(ids, prompt_logprobs=0).get("prompt_logprobs") or []
-            given = [
-                (entry or {}).get(str(token), {}).get("logprob") for token, entry in zip(ids, entries, strict=False)
-            ]
+            by_token = [(entry or {}).get(str(token), {}) for token, entry in zip(ids, entries, strict=False)]
+            given = [entry.get("logprob") for entry in by_token]
         else:
             logprobs = self.complete(ids, echo=True, logprobs=0).get("logprobs") or {}
             given = logprobs.get("token_logprobs") or []
@@ -171,14 +168,12 @@ class ServedModel:
     def force(self, ids: list[int], position: int) -> float | None:
         """Return the log-probability of the token at this position, by making the server generate it."""
         token = ids[position]
-        try:
+        with contextlib.suppress(RefusedError):
             choice = self.complete(ids[:position], logprobs=1, logit_bias={str(token): FORCING})
-        except RefusedError:
-            return None
-        generated, logprobs = _read_generated(choice)
-        if logprobs is None or (generated is not None and generated[:1] != [token]):
-            return None
-        return logprobs[0]
+            generated, logprobs = _read_generated(choice)
+            if logprobs is not None and (generated is None or generated[:1] == [token]):
+                return logprobs[0]
+        return None
 
     def generate(self, prompt: Sequence[int], tokens: int) -> Generated:
         """Return what follows the prompt greedily."""
@@ -196,7 +191,7 @@ class ServedModel:
         return None
 
     def tokenize_chat(self, chat: dict[str, Any]) -> dict[str, list[int]]:
-        """Return the tokens of a chat through the server's chat template: `WHOLE`; or else what it writes of it.
+        """Return the tokens of a chat through the server's chat template: `WHOLE`, or else what it writes of it.
 
         An answer at the end is refused by Mistral's tokenizer in vLLM, as are calls without an id; llama.cpp leaves it
         open, to be continued, and writes its thoughts without the template. What is before it is as in any chat.
@@ -206,11 +201,10 @@ class ServedModel:
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         parts = {WHOLE: messages, BEFORE: messages[: answers[-1]] if answers else []}
         found: dict[str, list[int]] = {}
-        refusals = []
         for part, asked in parts.items():
             if not asked or WHOLE in found:
                 continue
-            try:
+            with contextlib.suppress(RefusedError):
                 if tokens := self._ask_for_tokens({"messages": asked, **options}):
                     found[part] = tokens
                     continue
@@ -218,10 +212,6 @@ class ServedModel:
                 body = {"content": rendered.get("prompt"), "add_special": True, "parse_special": True}
                 if tokens := self._ask_for_tokens(body):
                     found[OPEN if part == WHOLE else part] = tokens
-            except RefusedError as error:
-                refusals.append(error)
-        if not found:
-            raise refusals[0] if refusals else RefusedError("no tokens of a chat")
         return found
 
     def find_chat_refusal(self) -> str:

@@ -377,9 +377,8 @@ def check_template(server: ServedModel, probe: dict[str, Any], verdict: Verdict)
     parts = set()
     compared = 0
     for chat in chats:
-        try:
-            found = server.tokenize_chat(chat)
-        except RefusedError:
+        found = server.tokenize_chat(chat)
+        if not found:
             continue
         compared += 1
         same = next((part for part, tokens in found.items() if are_trained(part, tokens, chat["ids"])), None)

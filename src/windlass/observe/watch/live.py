@@ -151,8 +151,9 @@ class View:
         clipped = self.clipped / self.norms if self.norms else NAN
         speed = {"step_seconds": median(self.seconds), "gpu_peak_gib": self.peak_gib}
         symptoms = find_symptoms(self.step, clipped, self.max_grad_norm, self.busiest, plan=plan, **speed)
-        head = [*self._draw_state(plan, now), *self._draw_curves(), self._draw_ranks(now)]
-        return Group(*head, *(Text(f"note: {symptom}", style="yellow") for symptom in symptoms), *self._draw_alarms())
+        head = [*self._draw_state(plan, now), *self._draw_curves()]
+        notes = [Text(f"note: {symptom}", style="yellow") for symptom in symptoms]
+        return Group(*head, self._draw_ranks(now), *notes, *self._draw_alarms())
 
     @property
     def step(self) -> int:
