@@ -487,7 +487,7 @@ def test_an_accelerate_file_counts_in_the_rehearsed_run(rehearsal: Rehearsal, us
     """Its precision, beside the layout that is planned of it."""
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nmixed_precision: no\nfsdp_config: {fsdp_version: 2}\n")
     rehearsal.run.write_text(user.read_text().replace("  bf16: false\n", ""))
-    rehearsal.options = ["--accelerate", str(tmp_path / "fsdp.yaml")]
+    rehearsal.accelerate = tmp_path / "fsdp.yaml"
     loaded = rehearsal.load()
     assert isinstance(loaded, Loaded)
     assert not loaded.run.train.in_bf16

@@ -50,13 +50,13 @@ class AdapterSource:
         return self.base or str(self.config.get("base_model_name_or_path") or "")
 
     @property
-    def names_base(self) -> str:
-        """Return the place that names the base, for errors."""
+    def base_setting(self) -> str:
+        """Return the option or the file that names the base, for errors."""
         return "--base" if self.base else str(self.folder / CONFIG)
 
     def require_same_base(self, base: Base, digest: str, say: Callable[[str], None]) -> str:
         allow_other = self.allow_other_base
-        return require_same_base(self.folder, base, digest, self.names_base, allow_other=allow_other, say=say)
+        return require_same_base(self.folder, base, digest, self.base_setting, allow_other=allow_other, say=say)
 
 
 def choose_adapter(path: Path, base: str | None = None, *, allow_other_base: bool = False) -> AdapterSource:
@@ -112,7 +112,7 @@ def find_local_base(source: AdapterSource) -> Base | None:
     name = source.base_name
     if not name or not (source.base or Path(name).exists() or find_fetched_folder(name)):  # a name alone is no folder
         return None
-    local = find_base(name, source.names_base)
+    local = find_base(name, source.base_setting)
     return local if local.path else None
 
 
@@ -124,7 +124,7 @@ def require_local_base(source: AdapterSource) -> Base:
     name = source.base_name
     problem = f"the weights of the base model {name} are not on this machine" if name else "it names no base model"
     hint = "name the folder that holds its weights: --base DIR"
-    raise UserError(problem, source.names_base, hint, "base-not-here")
+    raise UserError(problem, source.base_setting, hint, "base-not-here")
 
 
 def public_base_name(source: AdapterSource) -> str:

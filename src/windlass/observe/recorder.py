@@ -50,20 +50,10 @@ class _Pending:
 
 
 class Recorder:
-    """A training loop calls it in this order; it never waits for the GPU outside of sampled steps.
+    """A training loop calls `start`; for each micro-batch `count_tokens`, in host memory, and `mark`
+    after each phase; for each step `end_step`; then `event` and `close`.
 
-        recorder.start(done)                    # right before the loop; `done` steps were trained before
-        for ...:
-            for ...:                            # the micro-batches of a step
-                recorder.count_tokens(batch)    # while it is in host memory; on a GPU the counting takes kernels
-                recorder.mark("data")           # the time since the last mark was that; then forward, backward
-            recorder.mark("communication")
-            recorder.mark("optimizer")
-            recorder.end_step(step, loss=..., grad_norm=..., learning_rate=..., epoch=...)
-            recorder.event("eval", step, eval_loss=...)   # or mark("pause"): what is no training
-        recorder.close()
-
-    Values of `end_step` are named as in `steps.FIELDS`; tensors on the GPU are copied without waiting for them.
+    It never waits for the GPU outside of sampled steps. Values of `end_step` are named as in `steps.FIELDS`.
     sample_every: every that many steps, also wait for the GPU, sample every counter and the expert balance; 0: never.
     """
 

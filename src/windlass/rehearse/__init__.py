@@ -35,9 +35,7 @@ def rehearse(
     with contextlib.suppress(UserError):  # the first stage reports it
         loaded = read_any(run, overrides, load_accelerate(accelerate))
     has_trials = isinstance(loaded, Loaded) and bool(loaded.trials)
-    overrides = [*overrides, "sweep={}"] if has_trials else overrides
-    options = [word for one in overrides for word in ("--override", one)]
-    options += ["--accelerate", str(accelerate)] if accelerate else []
+    overrides = [*overrides, "sweep={}"] if has_trials else [*overrides]
     record = RehearsalRecord(str(run))
     began = time.monotonic()
     folder = make_empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
@@ -50,7 +48,7 @@ def rehearse(
         ):
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
-            rehearsal = Rehearsal(run, options, folder, environment, record, say, processes)
+            rehearsal = Rehearsal(run, overrides, folder, environment, record, say, processes, accelerate=accelerate)
             script = read_kind(run, overrides) == "script"
             for name, doing, prove in STAGES:
                 if name in SCRIPT_STAGES or not script:

@@ -4,7 +4,6 @@ Each stage runs the command that a user would, and yields what it proved in sent
 """
 
 import contextlib
-import itertools
 import json
 import signal
 import sys
@@ -36,7 +35,7 @@ class Rehearsal:
     """A running rehearsal: its folder, its record, and the commands that it starts."""
 
     run: Path
-    options: list[str]  # --override and --accelerate, as they were given
+    overrides: list[str]
     folder: Path
     environ: dict[str, str]
     record: RehearsalRecord
@@ -49,6 +48,7 @@ class Rehearsal:
     plan: dict[str, Any] = field(default_factory=dict)
     layout: Layout | None = None  # the run's, scaled down
     job: RunningCommand | None = None  # a job that several stages watch: the material's, then the launch script's
+    accelerate: Path | None = None  # Accelerate's file
 
     @property
     def run_folder(self) -> Path:
@@ -56,12 +56,9 @@ class Rehearsal:
         return self.folder / "run"
 
     @property
-    def overrides(self) -> list[str]:
-        return [value for name, value in itertools.pairwise(self.options) if name == "--override"]
-
-    @property
-    def accelerate(self) -> Path | None:
-        return next((Path(value) for name, value in itertools.pairwise(self.options) if name == "--accelerate"), None)
+    def options(self) -> list[str]:
+        words = [word for override in self.overrides for word in ("--override", override)]
+        return [*words, "--accelerate", str(self.accelerate)] if self.accelerate else words
 
     def load(self) -> Loaded | LoadedScript:
         return read_any(self.run, self.overrides, load_accelerate(self.accelerate))
