@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.errors import UserError
+from windlass.files import write_json
 from windlass.rehearse.process import exit_on_sigterm, make_environment
 from windlass.rehearse.record import RECORD, Failed, RehearsalRecord, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
@@ -77,7 +78,7 @@ def rehearse(
     for place in places:
         with contextlib.suppress(OSError):
             if place.is_dir() and not is_finished(place):
-                record.write(place)
+                write_json(place / RECORD, record.as_dict())
     return record
 
 

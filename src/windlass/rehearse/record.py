@@ -15,7 +15,6 @@ from rich.text import Text
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, USER_INPUT
-from windlass.files import write_json
 from windlass.observe.format import format_plural
 from windlass.rehearse.scale import Change
 
@@ -64,9 +63,6 @@ class RehearsalRecord:
     def as_dict(self) -> dict[str, Any]:
         passed = self.failure is None
         return {"windlass": __version__, "passed": passed, "exit_code": self.exit_code, **asdict(self)}
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / RECORD, self.as_dict())
 
 
 def print_record(record: RehearsalRecord) -> None:

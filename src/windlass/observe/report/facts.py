@@ -169,9 +169,8 @@ def read_state(run: RunData) -> str:
         return RUNNING
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
-        return (
-            "ended early" if as_number(last.get("step")) < find_total_steps(run.events, run.get(PLAN)) else "finished"
-        )
+        is_early = as_number(last.get("step")) < find_total_steps(run.events, run.get(PLAN))
+        return "ended early" if is_early else "finished"
     began = as_number(last.get("time"))
     if any(alarm.get("level") == "stop" and as_number(alarm.get("time")) >= began for alarm in run.alarms):
         return STOPPED_BY_ALARM
