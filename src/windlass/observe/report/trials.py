@@ -111,7 +111,7 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
         head = facts["headline"] if facts else {}
         differs = facts is not None and rows_of[path] is not None and rows_of[path] != usual
         state = facts["state"] if facts else recorded
-        figures = [head.get(name) for name in HEADLINE]
+        figures: Any = [head.get(name) for name in HEADLINE]
         own = settings.get(path.name) or {}
         trials.append(TrialResult(path.name, state, own, *figures, OTHER_ROWS if differs else ""))
     trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
