@@ -25,7 +25,6 @@ from windlass import plan as planning
 from windlass import tiny
 from windlass.cli import app
 from windlass.errors import UserError
-from windlass.export.proof import load_float32
 from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
 from windlass.model import find_base, find_published_base, read_base
@@ -42,6 +41,7 @@ from windlass.rehearse.scale import STEPS, Change, Material, scale_config, scale
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import Loaded, RunFile, read_run_file
 from windlass.runfile.rules import find_contradictions
+from windlass.train.logits import load_float32
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "mistral-small-4" / "train.yaml"

@@ -24,9 +24,14 @@ from windlass.export.screen import Advance
 from windlass.export.source import AdapterSource
 from windlass.hardware import GIB
 from windlass.model import Base, Parameter, Piece, Stored, read_base
-from windlass.plan.layout import Layout
-from windlass.train.load import load_base
-from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
+from windlass.train.logits import (
+    compute_both_logits,
+    compute_logits,
+    kl_by_token,
+    load_float32,
+    open_adapter,
+    sample_rows,
+)
 from windlass.weights.certificate import Disk, sample_boxes
 from windlass.weights.four_bits import code_levels
 from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
@@ -397,7 +402,3 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
                 f"merge with --dtype {finer}, or serve the adapter unmerged, in float32"
             )
     return record
-
-
-def load_float32(base: Base) -> Any:
-    return load_base(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()

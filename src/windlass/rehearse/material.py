@@ -139,8 +139,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         {name: tokenize(part, kind, tokenizer, data.length, **at.get(name, {})) for name, part in rows.items()}
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
-    parts = {name: [each[name] for each in made[: len(trained)] if name in each] for name in ("train", "validation")}
-    tokens = {name: Documents.concatenate(found) for name, found in parts.items() if found}
+    splits = {name: [each[name] for each in made[: len(trained)] if name in each] for name in ("train", "validation")}
+    tokens = {name: Documents.concatenate(found) for name, found in splits.items() if found}
     audit = {"splits": {name: audit_split(part, tokenizer) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
     documents = tokens["train"]

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 import transformers
 
-from windlass.export.proof import load_float32
 from windlass.files import read_json
 from windlass.model import Base, read_base
-from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
+from windlass.train.logits import (
+    compute_both_logits,
+    compute_logits,
+    kl_divergence,
+    load_float32,
+    open_adapter,
+    sample_rows,
+)
 from windlass.weights.reading import DTYPES
 
 ROWS = 4
