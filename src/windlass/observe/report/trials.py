@@ -14,7 +14,7 @@ from windlass.observe.report.facts import Facts
 from windlass.runfile.objectives import explain_other_losses
 
 MAX_LETTERS: Final = 40  # of a setting's value in a table
-HEADLINE: Final = ("least_eval_loss", "final_loss", "gain", "kept_worse", "steps", "seconds")
+FIGURES: Final = ("final_loss", "gain", "kept_worse", "steps", "seconds")  # of a run's headline, as they are
 OTHER_ROWS: Final = "evaluated on other rows than most"
 # Of an evaluated set: what is equal only for the same rows.
 SAME_ROWS: Final = ("rows", "tokens", "supervised_tokens", "unigram_loss", "lowest_id", "highest_id")
@@ -111,9 +111,9 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
         head = facts["headline"] if facts else {}
         differs = facts is not None and rows_of[path] is not None and rows_of[path] != usual
         state = facts["state"] if facts else recorded
-        figures: Any = [head.get(name) for name in HEADLINE]
-        own = settings.get(path.name) or {}
-        trials.append(TrialResult(path.name, state, own, *figures, OTHER_ROWS if differs else ""))
+        figures: dict[str, Any] = {name: head.get(name) for name in FIGURES}
+        figures |= {"eval_loss": head.get("least_eval_loss"), "note": OTHER_ROWS if differs else ""}
+        trials.append(TrialResult(path.name, state, settings.get(path.name) or {}, **figures))
     trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
     losses = {trial.name: trial.eval_loss for trial in trials if not trial.note} if halved is None else halved["losses"]
     at = None if halved is None else halved["step"]
