@@ -172,7 +172,7 @@ def with_windlass(folder: Path, workers: int, *, proven: bool) -> None:
     from windlass.export.source import choose_adapter, require_local_base
 
     source, to = choose_adapter(folder / "adapter"), folder / "out"
-    base = require_local_base(source, None)
+    base = require_local_base(source)
     deltas = read_deltas(source, base)
     plan = plan_merge(base, deltas, to, OWN)
     to.mkdir()

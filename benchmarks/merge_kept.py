@@ -29,9 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from windlass.export import export
-from windlass.export.proof import load_float32
 from windlass.model import read_base
-from windlass.train.logits import kl_divergence
+from windlass.train.logits import kl_divergence, load_float32
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import real

@@ -409,8 +409,8 @@ def test_export_of_the_adapter_only(cases: dict[str, Case], tmp_path: Path) -> N
     assert isinstance(PeftModel.from_pretrained(plain_model(case.base), str(tmp_path)), PeftModel)
     source = choose_adapter(tmp_path)  # it names its base, which is not a folder here
     with refused("base-not-here", "adapter_config.json"):
-        require_local_base(source, None)
-    assert require_local_base(source, str(case.base)).path == case.base
+        require_local_base(source)
+    assert require_local_base(choose_adapter(tmp_path, str(case.base))).path == case.base
     # Again into the same folder, in 16 bits
     export(case.adapter, tmp_path, dtype="bf16", **options)
     after = load_file(tmp_path / "adapter_model.safetensors")

@@ -39,6 +39,7 @@ from windlass.rehearse.scale import STEPS, Change, Material, scale_config, scale
 from windlass.rehearse.stages import Rehearsal
 from windlass.runfile import Loaded, RunFile, read_run_file
 from windlass.runfile.rules import find_contradictions
+from windlass.train.logits import load_float32
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "mistral-small-4" / "train.yaml"
@@ -139,7 +140,7 @@ def test_exports_that_are_not_what_was_trained_are_found(kept: Path, tmp_path: P
         del tensors[name]
 
     # A merge without the adapter, however little was trained.
-    base = reload.load_certified(read_base(kept / "model")).state_dict()
+    base = load_float32(read_base(kept / "model")).state_dict()
     for file in (tmp_path / "merged").glob("model-*.safetensors"):
         tensors = load_file(file)
         for key in tensors:
@@ -455,7 +456,7 @@ def test_an_accelerate_file_counts_in_the_rehearsed_run(rehearsal: Rehearsal, us
     """Its precision, beside the layout that is planned of it."""
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nmixed_precision: no\nfsdp_config: {fsdp_version: 2}\n")
     rehearsal.run.write_text(user.read_text().replace("  bf16: false\n", ""))
-    rehearsal.options = ["--accelerate", str(tmp_path / "fsdp.yaml")]
+    rehearsal.accelerate = tmp_path / "fsdp.yaml"
     loaded = rehearsal.load()
     assert isinstance(loaded, Loaded)
     assert not loaded.run.train.in_bf16

@@ -10,8 +10,7 @@ import pytest
 from refusals import refused
 
 from windlass.observe.format import describe_served
-from windlass.serve.probe import ADAPTER, AT_SCALE, BASE, LOGPROBS, ROUNDED, SCALES
-from windlass.serve.share import fit_slope, measure_kept
+from windlass.serve.probe import ADAPTER, AT_SCALE, BASE, LOGPROBS, ROUNDED, SCALES, fit_slope, measure_kept
 from windlass.serve.verify import APPLIED, AS_BASE, IN_PART, UNDECIDED, Verdict, judge
 
 TOKENS = 320

@@ -26,7 +26,7 @@ from windlass.launch.check.inputs import check_trackers
 from windlass.launch.check.results import FAIL
 from windlass.observe.reader import Tail
 from windlass.observe.watch import live, monitor
-from windlass.observe.watch.detectors import BY_KIND, SAMPLES, Alarm, make_hint
+from windlass.observe.watch.detectors import HINTS, SAMPLES, Alarm, make_hint
 from windlass.observe.watch.heartbeat import Heartbeat, Position, find_absent_ranks
 from windlass.observe.watch.monitor import Monitor, ScriptWatch, make_environment, report_alarm
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
@@ -370,7 +370,7 @@ def test_a_long_run_is_watched_in_constant_space(tmp_path: Path) -> None:
 
 def test_every_detector_is_a_setting_and_documented() -> None:
     text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-    for kind in BY_KIND:
+    for kind in HINTS:
         assert f"`{kind}`" in text, kind
         assert kind in ("disk", "failed") or kind in Watch.model_fields
     assert all(f"`{field}`" in text for field in Watch.model_fields if field != "min_supervised_fraction")

@@ -1,11 +1,9 @@
 """`windlass best`: load the base once, evaluate every saved adapter on the same rows, and rank them by loss, or by how
 often the chosen answer of pairs is preferred.
-
-Adapters are compared row by row on the same rows. What rows have in common (some are hard for every adapter) cancels
-out, so the interval of a difference is far narrower than the spread of the losses.
 """
 
 import contextlib
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -80,8 +79,7 @@ def rank_checkpoints(
     if by not in run.objective.measures:
         problem = f"adapters of this run aren't ranked by {by}"
         raise UserError(problem, "--by", f"known: {', '.join(run.objective.measures)}", "no-such-measure")
-    runs = list_runs(plan, run_folder)
-    untrained = REFERENCE if runs[0].began_with else BASE
+    trials = len(plan.trials) > 1
     console = make_console(here)
     try:
         require_device(plan)
@@ -91,17 +89,15 @@ def rank_checkpoints(
     spare = Path(collectives.run_on_rank_0(tempfile.mkdtemp))  # what only reads leaves a run's tokens as they are
     with contextlib.ExitStack() as held:
         held.callback(shutil.rmtree, spare, ignore_errors=True)
-        every = [Saved(folder, of) for of in runs for folder in list_checkpoints(of.folder / CHECKPOINTS)[::-1]]
+        every = list_saved(plan, run_folder)
         damages = collectives.run_on_rank_0(lambda: [find_damage(saved.folder) for saved in every])
         faults = dict(zip(every, damages, strict=True))
         intact = [saved for saved, fault in faults.items() if not fault]
         if not intact:
-            raise UserError(
-                "there is no intact checkpoint",
-                str(runs[0].folder / CHECKPOINTS),
-                "let the run save one",
-                "no-intact-checkpoint",
-            )
+            folder = plan.trials[0].file.parent if plan.trials else run_folder
+            problem = "there is no intact checkpoint"
+            raise UserError(problem, str(folder / CHECKPOINTS), "let the run save one", "no-intact-checkpoint")
+        untrained = REFERENCE if intact[0].began_with else BASE
         here.phase("preparing the data")
         tokenizer = open_base_tokenizer(plan)
         tokens = run_folder / "tokens"
@@ -117,32 +113,28 @@ def rank_checkpoints(
         def evaluate(base_dtype: str, chosen: Sequence[Saved], suffix: str = "") -> dict[str, RowFigures]:
             """Return the losses of the base, stored in this dtype, and of these adapters on it."""
             here.phase(f"loading the model{suffix}")
-            base = SharedBase(keeps=len(runs) > 1)
+            base = SharedBase(keeps=trials)
             layout = replace(plan.layout, base_dtype=base_dtype)
             model, certificate = base.get(lambda: load_base(plan.base, layout, **describe_precision(plan)))
             one_per_base = {read_recorded_base(saved.folder).get("base_digest"): saved.folder for saved in chosen}
             for folder in one_per_base.values():
-                require_same_base(
-                    folder,
-                    plan.base,
-                    certificate["base_digest"],
-                    plan.where("model.model_name_or_path"),
-                    allow_other=allow_other_base,
-                    say=console.print,
-                )
+                where = plan.where("model.model_name_or_path")
+                digest = certificate["base_digest"]
+                require_same_base(folder, plan.base, digest, where, allow_other=allow_other_base, say=console.print)
             losses: dict[str, RowFigures] = {}
-            for of in dict.fromkeys(saved.of for saved in chosen):
-                lora = of.plan.run.lora
-                base_alone = BaseAlone(model, (*of.plan.adapter.in_full, *of.plan.adapter.biases))
-                adapted = attach_adapter(model, lora, of.plan.adapter, of.plan.run.train.seed).eval()
+            for folder, of_run in itertools.groupby(chosen, lambda saved: saved.folder.parent.parent):
+                group = list(of_run)
+                own = group[0].plan
+                base_alone = BaseAlone(model, (*own.adapter.in_full, *own.adapter.biases))
+                adapted = attach_adapter(model, own.run.lora, own.adapter, own.run.train.seed).eval()
                 patches = Patches()
                 base.undo.enter_context(patches)
                 patches.patch_forward(adapted.get_base_model())
-                compare = make_comparison(adapted, batches, of.plan.run, of.began_with)
+                compare = make_comparison(adapted, batches, own.run, group[0].began_with)
                 if not losses:
-                    with nullcontext() if of.began_with else adapted.disable_adapter():
+                    with nullcontext() if group[0].began_with else adapted.disable_adapter():
                         losses[untrained + suffix] = compare()
-                for saved in (saved for saved in chosen if saved.of == of):
+                for saved in group:
                     here.phase(f"evaluating {saved.name}{suffix}")
                     load_adapter(adapted, saved.folder)
                     losses[saved.name + suffix] = compare()
@@ -155,8 +147,8 @@ def rank_checkpoints(
                     if share is not None:
                         served[saved.name] = describe_served(*share)
                     console.print(f"{saved.name}{suffix}  evaluated")
-                if len(runs) > 1:
-                    base.restore(str(of.folder))
+                if trials:
+                    base.restore(str(folder))
             return losses
 
         losses = evaluate(plan.layout.base_dtype, intact)
@@ -174,8 +166,8 @@ def rank_checkpoints(
                 write_json(run_folder / BASES, {"adapter": lowest.name, "rows": len(batches.rows), "losses": on_bases})
             skipped = {saved.name: fault for saved, fault in faults.items() if fault}
             ranked = {name: rows for name, rows in losses.items() if name not in too_much}
-            ranking = add_kept(rank_candidates(ranked, {**skipped, **too_much}, by), kept)
-            keys = find_other_losses([of.plan.run for of in runs]) if by == LOSS else []
+            ranking = rank_candidates(ranked, {**skipped, **too_much}, by, kept)
+            keys = find_other_losses([one.run for one in plan.trials or (plan,)]) if by == LOSS else []
             note = served.get(ranking.candidates[0].name, "")
             show(replace(ranking, caution=explain_other_losses(keys, run_folder), note=note))
     return 0
@@ -192,50 +184,26 @@ def find_worse(kept: Mapping[str, Mapping[str, float]], bound: float) -> dict[st
     return found
 
 
-def add_kept(ranking: Ranking, kept: Mapping[str, Mapping[str, float]]) -> Ranking:
-    """Add to each adapter its kept set that got worse most."""
-
-    def add(candidate: RankedAdapter) -> RankedAdapter:
-        figures = kept.get(candidate.name, {})
-        worse = list_worse(figures)
-        if not worse:
-            return candidate
-        worst = max(worse, key=lambda name: worse[name])
-        return replace(candidate, kept_worse=worse[worst], kept_kl=figures[f"{worst}/kl"])
-
-    return replace(ranking, candidates=tuple(map(add, ranking.candidates)))
-
-
 @dataclass(frozen=True, eq=False)
-class SavedRun:
-    """A run whose adapters are ranked: the run itself, or a trial of a sweep."""
+class Saved:
+    """A checkpoint of a run, or of a trial of a sweep."""
 
-    plan: Plan
     folder: Path
-    name: str  # of a trial
+    name: str  # in the ranking
+    plan: Plan
     began_with: Path | None  # the adapter that a preference run is compared with
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint, and its name in the ranking."""
-
-    folder: Path
-    of: SavedRun
-
-    @property
-    def name(self) -> str:
-        return f"{self.of.name}/{self.folder.name}".lstrip("/")
-
-
-def list_runs(plan: Plan, run_folder: Path) -> list[SavedRun]:
-    """Return the run, or the trials of a sweep."""
-
-    def open_run(plan: Plan, folder: Path, name: str) -> SavedRun:
-        return SavedRun(plan, folder, name, find_first_adapter(folder) if plan.run.objective.has_reference else None)
-
-    trials = [open_run(trial, trial.file.parent, trial.file.parent.name) for trial in plan.trials]
-    return trials or [open_run(plan, run_folder, "")]
+def list_saved(plan: Plan, run_folder: Path) -> list[Saved]:
+    """Return the checkpoints of the run, or of a sweep's trials: of each run, the newest first."""
+    runs = {trial.file.parent: trial for trial in plan.trials} or {run_folder: plan}
+    saved = []
+    for folder, own in runs.items():
+        began_with = find_first_adapter(folder) if own.run.objective.has_reference else None
+        for checkpoint in list_checkpoints(folder / CHECKPOINTS)[::-1]:
+            name = f"{folder.name}/{checkpoint.name}" if plan.trials else checkpoint.name
+            saved.append(Saved(checkpoint, name, own, began_with))
+    return saved
 
 
 def find_other_losses(runs: Sequence[RunFile]) -> list[str]:
@@ -322,9 +290,14 @@ def mean_loss(rows: RowFigures) -> float:
     return float(rows[:, 0].sum() / rows[:, 1].sum())
 
 
-def rank_candidates(measured: Mapping[str, RowFigures], skipped: dict[str, str], by: str = LOSS) -> Ranking:
+def rank_candidates(
+    measured: Mapping[str, RowFigures],
+    skipped: dict[str, str],
+    by: str = LOSS,
+    kept: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+) -> Ranking:
     """Rank by mean loss per token or pair, or by the share of pairs in the wrong order, with the interval of each
-    difference to the best."""
+    difference to the best, and each adapter's kept set that got worse most."""
     losses = measured
     if by == ACCURACY:
         losses = {name: np.stack([1 - rows[:, 2], rows[:, 1]], 1) for name, rows in measured.items()}
@@ -343,5 +316,9 @@ def rank_candidates(measured: Mapping[str, RowFigures], skipped: dict[str, str],
         high = float(difference + half)
         rows = measured[name]
         preferred = float(rows[:, 2].mean()) if rows.shape[1] > 2 else None
-        ranked.append(RankedAdapter(name, mean_loss(rows), difference, low, high, low > 0, preferred))
+        figures = kept.get(name, {})
+        worse = list_worse(figures)
+        worst = max(worse, key=worse.__getitem__, default="")
+        of_kept = (worse.get(worst), figures.get(f"{worst}/kl"))
+        ranked.append(RankedAdapter(name, mean_loss(rows), difference, low, high, low > 0, preferred, *of_kept))
     return Ranking(tuple(ranked), len(lowest), int(tokens.sum()), skipped, by)

@@ -34,15 +34,10 @@ class Ranking:
     note: str = ""  # about the best adapter
 
     def as_dict(self) -> dict[str, Any]:
-        ranked = [asdict(candidate) for candidate in self.candidates]
-        return {
-            "best": ranked,
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "passed_over": self.skipped,
-            "by": self.by,
-            **{key: said for key, said in (("caution", self.caution), ("note", self.note)) if said},
-        }
+        said = {name: text for name, text in (("caution", self.caution), ("note", self.note)) if text}
+        ranked = list(map(asdict, self.candidates))
+        counts = {"rows": self.rows, "tokens": self.tokens}
+        return {"best": ranked, **counts, "passed_over": self.skipped, "by": self.by, **said}
 
 
 def print_ranking(ranking: Ranking) -> None:

@@ -15,7 +15,6 @@ from windlass.data.trained_template import has_template, write_template
 from windlass.errors import UserError
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import read_deltas
-from windlass.export.folder import ADAPTER, COMPANIONS, claim_folder
 from windlass.export.proof import list_unplaced
 from windlass.export.screen import Say
 from windlass.export.served import (
@@ -26,7 +25,16 @@ from windlass.export.served import (
     report_missing_files,
     require_served,
 )
-from windlass.export.source import CONFIG, WEIGHTS, AdapterSource, find_local_base, require_local_base
+from windlass.export.source import (
+    ADAPTER,
+    COMPANIONS,
+    CONFIG,
+    WEIGHTS,
+    AdapterSource,
+    claim_folder,
+    find_local_base,
+    require_local_base,
+)
 from windlass.files import write_json
 from windlass.model import Base
 from windlass.model.mistral_layout import has_mistral_layout
@@ -43,8 +51,6 @@ OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype f
 def export_adapter(
     source: AdapterSource,
     to: Path,
-    *,
-    base_folder: str | None,
     base_name: str,
     opened_by: str,
     dtype: str | None,
@@ -55,7 +61,7 @@ def export_adapter(
 ) -> dict[str, Any]:
     """Write and prove the adapter; return what export.json records. `opened_by`: what PEFT opens the base by."""
     # 1. If the base is available, the adapter must fit it; and a server must apply all of it.
-    base = require_local_base(source, base_folder) if base_folder else find_local_base(source)
+    base = require_local_base(source) if source.base else find_local_base(source)
     deltas = read_deltas(source, base) if base else None
     if deltas is None or base is None:
         say("base      not on this machine: the adapter's names and shapes are not checked against it")
@@ -119,10 +125,8 @@ def export_adapter(
         source,
         to,
         base_name,
-        merged=False,
         dtype=dtype,
         other_base=recorded.get("other_base", ""),
-        trained_on=trained_on,
         openers=openers,
         place=base.wrapper.place if base and base.wrapper else "",
         commands=list_commands(server, base_name, config, verdicts, own_template=own_template),
@@ -156,9 +160,8 @@ def list_model_classes(base: Base | None, wanted: str | None, needed_for: str = 
     if base is None:
         if wanted or needed_for:
             problem = "the names of its modules follow from the base model, which is not on this machine"
-            raise UserError(
-                problem, needed_for or "--for", "name the folder that holds it: --base DIR", "base-not-here"
-            )
+            hint = "name the folder that holds it: --base DIR"
+            raise UserError(problem, needed_for or "--for", hint, "base-not-here")
         return []
     classes = [base.family.causal_lm]
     if base.wrapper:

@@ -1,6 +1,5 @@
 """The model card: what was trained, on what, and how."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ from windlass.export.source import AdapterSource
 from windlass.files import read_json, read_json_lines
 from windlass.model import Base
 from windlass.run_folder import DATA, EVENTS
-from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
+from windlass.weights.same_base import CHAT_TEMPLATE, describe_quantization, read_recorded_base
 
 SETTINGS: Final = {
     "lora": ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules"),
@@ -25,23 +24,8 @@ TRAINED: Final = "## How it was trained"
 MOST_CHARACTERS: Final = 200  # of a setting's value
 
 
-def write_card(
-    source: AdapterSource,
-    to: Path,
-    base: str,
-    *,
-    merged: bool,
-    dtype: str | None,
-    other_base: str = "",
-    trained_on: str = "",
-    openers: Sequence[str] = (),
-    place: str = "",
-    commands: Sequence[str] = (),
-    evaluation: str = "",
-) -> None:
-    """Write the card. `openers`: the class that opens the adapter as it is named, and a wrapper's other class, which
-    names the language model's `model.` `place`; `commands`: that serve it; `evaluation`: the command that evaluates it,
-    or why there is none."""
+def write_card(source: AdapterSource, to: Path, base: str, **facts: Any) -> None:
+    """Write the card. facts: further variables of its template, card.md.j2, whose head describes them."""
     evaluations: dict[int, tuple[float, float | None]] = {}  # loss, and share of pairs whose chosen answer is preferred
     if source.run_folder and (source.run_folder / EVENTS).is_file():
         for event in read_json_lines(source.run_folder / EVENTS):
@@ -58,21 +42,15 @@ def write_card(
             settings |= {f"{objective}.{key}": value for key, value in run[objective].items()}
     else:  # an adapter from another tool has only its own config
         settings = {key: source.config.get(key) for key in ("r", "lora_alpha", "target_modules")}
-    written_by = read_recorded_base(source.folder).get(CHAT_TEMPLATE, {})
-    settings["chat template"] = written_by.get("source")
+    recorded = read_recorded_base(source.folder)
+    settings["chat template"] = recorded.get(CHAT_TEMPLATE, {}).get("source")
     settings["data.template_kwargs"] = (run.get("data") or {}).get("template_kwargs")
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
     template = jinja2.Template(Path(__file__).with_name("card.md.j2").read_text("utf-8"), keep_trailing_newline=True)
     text = template.render(
+        facts,
         base=base,
-        merged=merged,
-        dtype=dtype,
-        other_base=other_base,
-        trained_on=trained_on,
-        openers=openers,
-        place=place,
-        commands=commands,
-        evaluation=evaluation,
+        trained_on=describe_quantization(recorded.get("base_quantisation", {})),
         data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,
         why=source.why,

@@ -9,11 +9,10 @@ from typing import Any, Final
 from windlass import __version__
 from windlass.errors import RunError, UserError
 from windlass.export.adapter import export_adapter
-from windlass.export.folder import ADAPTER, EXPORT, MERGED
 from windlass.export.merge import merge_adapter
 from windlass.export.probe import write_probe
 from windlass.export.screen import Say, ShowProgress, show_progress
-from windlass.export.source import choose_adapter, locate_base, public_base_name
+from windlass.export.source import ADAPTER, EXPORT, MERGED, choose_adapter, locate_base, public_base_name
 from windlass.files import write_json
 from windlass.hardware import GIB
 from windlass.serve.servers import PEFT
@@ -48,54 +47,29 @@ def export(
     `environment`; by default the run file's. `layout`: of a merged model, hf or mistral. `probes`: also write what a
     server's answers are compared with. A deviation is raised after everything is written: nothing is deleted.
     """
-    source = choose_adapter(path)
+    source = choose_adapter(path, base, allow_other_base=allow_other_base)
     say(f"adapter   {source.folder}: {source.why}")
     require_intact(source.folder)
-    name = public_base_name(source, base, called)
+    name = called or public_base_name(source)
     kind = MERGED if merge else ADAPTER
-    record: dict[str, Any] = {
-        "windlass": __version__,
-        "kind": kind,
-        "base": name,
-        "adapter": source.folder.name,
-        "why": source.why,
-        "run": source.run_folder.name if source.run_folder else None,
-    }
+    record: dict[str, Any] = {"windlass": __version__, "kind": kind, "base": name}
+    record |= {"adapter": source.folder.name, "why": source.why}
+    record["run"] = source.run_folder.name if source.run_folder else None
     try:
         if merge:
             if model_class or server:
                 what = "a merged model is its base's, whoever reads it"
                 raise UserError(what, "--for", "leave it out", "not-for-merged")
-            record |= merge_adapter(
-                source,
-                to,
-                base_folder=base,
-                base_name=name,
-                dtype=dtype,
-                layout=layout,
-                workers=workers,
-                allow_other_base=allow_other_base,
-                say=say,
-                progress=progress,
-            )
+            record |= merge_adapter(source, to, name, dtype, layout, workers, say, progress)
         else:
             if layout:
                 raise UserError("an adapter has no layout of its own", "--layout", "add --merge", "no-such-layout")
             named = (source.manifest.get("run", {}).get("export") or {}).get("server")
-            record |= export_adapter(
-                source,
-                to,
-                base_folder=base,
-                base_name=name,
-                opened_by=called or locate_base(source, base, name),
-                dtype=dtype,
-                model_class=model_class,
-                server=server or (PEFT if model_class else named) or PEFT,
-                environment=environment,
-                say=say,
-            )
+            server = server or (PEFT if model_class else named) or PEFT
+            opened_by = called or locate_base(source, name)
+            record |= export_adapter(source, to, name, opened_by, dtype, model_class, server, environment, say)
         if probes and not record["deviations"]:
-            record |= write_probe(source, to, record, base_folder=base, allow_other_base=allow_other_base, say=say)
+            record |= write_probe(source, to, record, say)
         write_json(to / EXPORT, record)
     except OSError as error:
         problem = f"{error.filename or to} can't be written: {error.strerror or error}"

@@ -26,7 +26,7 @@ from windlass.train.checkpoint.snapshot import require_intact
 from windlass.train.load import load_base
 from windlass.train.logits import open_adapter
 from windlass.train.patches import Patches
-from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base, require_same_base
+from windlass.weights.same_base import CHAT_TEMPLATE, read_recorded_base
 
 MODEL_SHARE: Final = 0.9  # of free memory, that a model may take
 
@@ -50,8 +50,8 @@ def generate(
     if (folder / MODEL_CONFIG).is_file() and not (folder / CONFIG).is_file():
         model_base = read_base(folder)
     else:
-        source = choose_adapter(folder)
-        model_base = require_local_base(source, base)
+        source = choose_adapter(folder, base, allow_other_base=allow_other_base)
+        model_base = require_local_base(source)
         require_intact(source.folder)
         read_deltas(source, model_base)  # refuses an adapter of another model, by name
     tokenizer = AutoTokenizer.from_pretrained(_find_tokenizer(folder, source, model_base), mistral_format=False)
@@ -69,29 +69,20 @@ def generate(
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
     if encoded["input_ids"].shape[-1] == 0:
         raise UserError("the prompt is empty", "--prompt", "give a text to continue", "no-prompt")
-    trained_in = ""
-    where = ""
-    if source:
-        trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
-        where = "--base" if base else str(source.folder / CONFIG)
+    trained_in = recorded.get("base_quantisation", {}).get("format", "")
     base_dtype = choose_base_dtype(model_base, folder, trained_in)
-    loading = f"loading {model_base.name}"
-    if base_dtype != "bf16":
-        loading += f" in {base_dtype.upper()}"
-    if source:
-        loading += f" with {source.folder}"
-    say(loading)
-    model = load_model(model_base, source, base_dtype, where, allow_other_base=allow_other_base, say=say)
+    stored = f" in {base_dtype.upper()}" if base_dtype != "bf16" else ""
+    say(f"loading {model_base.name}{stored}{f' with {source.folder}' if source else ''}")
+    model = load_model(model_base, source, base_dtype, say)
     encoded = encoded.to(next(model.parameters()).device)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
+    sampling: dict[str, Any] = {"temperature": temperature} if temperature > 0 else {}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         output = model.generate(
             **encoded,
             **sampling,
+            do_sample=temperature > 0,
             max_new_tokens=tokens,
             use_cache=True,
             streamer=_Streamer(tokenizer, write) if write else None,
@@ -112,9 +103,8 @@ def _find_tokenizer(folder: Path, source: AdapterSource | None, base: Base) -> P
     for place in (folder, source.folder if source else None, base.path):
         if place and any((place / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return place
-    raise UserError(
-        "the model folder has no tokenizer", str(folder), "copy the base model's tokenizer there", "no-tokenizer"
-    )
+    hint = "copy the base model's tokenizer there"
+    raise UserError("the model folder has no tokenizer", str(folder), hint, "no-tokenizer")
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
@@ -144,15 +134,7 @@ def choose_base_dtype(base: Base, folder: Path, trained_in: str = "") -> str:
     raise UserError(problem, str(folder), hint, "does-not-fit")
 
 
-def load_model(
-    base: Base,
-    source: AdapterSource | None,
-    base_dtype: str,
-    where: str = "",
-    *,
-    allow_other_base: bool = False,
-    say: Say = print,
-) -> Any:
+def load_model(base: Base, source: AdapterSource | None, base_dtype: str, say: Say = print) -> Any:
     if base_dtype != "bf16" and source and source.config.get("use_dora"):
         command = f"windlass export {shlex.quote(str(source.folder))} --to MERGED --merge"
         hint = f"merge it first: `{command}`, then generate from MERGED"
@@ -164,8 +146,7 @@ def load_model(
     model.eval()
     if source is None:
         return model
-    digest = certificate["base_digest"]
-    require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
+    source.require_same_base(base, certificate["base_digest"], say)
     adapted = open_adapter(model, source.folder)
     Patches().patch_experts(adapted)  # PEFT adds to the experts' weights, which is impossible in FP8
     return adapted

@@ -12,13 +12,12 @@ from windlass.data.trained_template import write_template
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.card import describe_evaluation, write_card
 from windlass.export.deltas import Deltas, read_deltas
-from windlass.export.folder import MERGED, claim_folder
 from windlass.export.merged_files import COPIED, HUGGING_FACE, MISTRAL, OWN, MergePlan, plan_merge, write_merge
 from windlass.export.mistral_files import BOTH, HF, LAYOUTS, choose_layout, plan_beside, plan_conversion, read_beside
 from windlass.export.proof import Proof, compare_logits, prove_files
 from windlass.export.screen import Say, ShowProgress
 from windlass.export.served import report_missing_files
-from windlass.export.source import CONFIG, AdapterSource, require_local_base
+from windlass.export.source import MERGED, AdapterSource, claim_folder, require_local_base
 from windlass.files import read_json
 from windlass.hardware import GIB
 from windlass.model import Base, read_base
@@ -34,7 +33,6 @@ from windlass.weights.same_base import (
     describe_quantization,
     digest_files,
     read_recorded_base,
-    require_same_base,
 )
 
 UNTOLD: Final = 0.95  # of an adapter, that rounding may take: then a merge is not told from its base
@@ -45,19 +43,16 @@ MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 def merge_adapter(
     source: AdapterSource,
     to: Path,
-    *,
-    base_folder: str | None,
     base_name: str,
     dtype: str | None,
     layout: str | None,
     workers: int | None,
-    allow_other_base: bool,
     say: Say,
     progress: ShowProgress,
 ) -> dict[str, Any]:
     """Write and prove the merged model; return what export.json records."""
     # 1. The adapter checked against the base, and every file of the result planned from headers.
-    base = require_local_base(source, base_folder)
+    base = require_local_base(source)
     deltas = read_deltas(source, base)
     raise_all([Problem(problem, str(base.path), UNTIE, "untied-head") for problem in find_untied_heads(base)])
     if EMBEDDING in deltas.by_name and all(parameter.part != "head" for parameter in base.parameters):
@@ -83,19 +78,28 @@ def merge_adapter(
     if recorded:
         with progress("comparing", bytes_to_digest(base)) as advance:
             digest = digest_files(base, advance)
-    where = "--base" if base_folder else str(source.folder / CONFIG)
-    other_base = require_same_base(source.folder, base, digest, where, allow_other=allow_other_base, say=say)
+    other_base = source.require_same_base(base, digest, say)
 
     # 2. Write each layout, open it again and compare it with base and adapter.
     size = plan.size
     if has_mistrals:
         size += beside_plan.size if beside_plan else plan.size
     claim_folder(source, base.path, to, MERGED, size)
-    _report_left_out(base, plan, has_mistrals or is_mistrals, say)
-    report_missing_files(base, base_name, to, has_mistrals or is_mistrals, say)
+    with_mistrals = has_mistrals or is_mistrals
+    left_out = [name for name in plan.left_out if not (with_mistrals and name.startswith(MISTRALS_FILES))]
+    if left_out:
+        say(f"left out  {', '.join(left_out)}: they hold, or point to, weights without the adapter")
+    served = find_row("vllm", base.family.model_type, "merged")
+    if served.form and not with_mistrals:
+        say(f"note      vLLM doesn't open this folder, {served.note}: add --layout mistral")
+    report_missing_files(base, base_name, to, with_mistrals, say)
 
     def write(which: Base, plan: MergePlan, deltas: Deltas) -> Proof:
-        _report_plan(plan, say)
+        counts = Counter(entry.how for entry in plan.entries)
+        tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
+        say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
+        if plan.dropped:
+            say(f"dropped   {len(plan.dropped)} scales: the weights are not quantized now, and scales mean nothing")
         with progress("merging", plan.size) as advance:
             write_merge(plan, which, deltas, to, advance, workers)
         copied = sum(entry.out.end - entry.out.start for entry in plan.entries if entry.how == COPIED)
@@ -110,8 +114,7 @@ def merge_adapter(
     elif has_mistrals and not proof.deviations:
         merged = read_base(to)
         proof.deviations += write(merged, plan_conversion(merged, to), Deltas({})).deviations
-    row = find_row("vllm", base.family.model_type, "merged")
-    is_served = row.result == "applied" or (row.form == "mistral" and (has_mistrals or is_mistrals))
+    is_served = served.result == "applied" or (served.form == "mistral" and with_mistrals)
     written_dtype = None if plan.dtype == OWN else plan.dtype
     write_template(to, recorded.get(CHAT_TEMPLATE, {}))
     write_card(
@@ -121,7 +124,6 @@ def merge_adapter(
         merged=True,
         dtype=written_dtype,
         other_base=other_base,
-        trained_on=trained_on,
         commands=["vllm serve ."] if is_served else [],
         evaluation=describe_evaluation(source, base, "pretrained=."),
     )
@@ -151,29 +153,9 @@ def _compare_base_losses(source: AdapterSource, base: Base) -> str:
         dtype = published_dtype(base) or "bf16"
         place = shlex.quote(str(run)) if run else "RUN"
         return f"hint      windlass best {place} --base-dtype {dtype}: both bases' held-out losses"
-    losses = [
-        f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}"
-        for dtype, (alone, adapted) in record["losses"].items()
-    ]
+    by_dtype = record["losses"].items()
+    losses = [f"{dtype.upper()} {alone:.4f}, with the adapter {adapted:.4f}" for dtype, (alone, adapted) in by_dtype]
     return f"held out  loss of {record['rows']} rows, by base ({record['adapter']}): {'; '.join(losses)}"
-
-
-def _report_plan(plan: MergePlan, say: Say) -> None:
-    counts = Counter(entry.how for entry in plan.entries)
-    tensors = ", ".join(f"{count} {how}" for how, count in counts.items())
-    say(f"writing   {plan.size / GIB:.2f} GiB in {format_plural(len(plan.headers), 'file')}: {tensors}")
-    if plan.dropped:
-        say(f"dropped   {len(plan.dropped)} scales: the weights are not quantized now, and scales mean nothing")
-
-
-def _report_left_out(base: Base, plan: MergePlan, has_mistrals: bool, say: Say) -> None:
-    """Report what the result lacks: of the base's folder, and for servers."""
-    left_out = [name for name in plan.left_out if not (has_mistrals and name.startswith(MISTRALS_FILES))]
-    if left_out:
-        say(f"left out  {', '.join(left_out)}: they hold, or point to, weights without the adapter")
-    row = find_row("vllm", base.family.model_type, "merged")
-    if row.form and not has_mistrals:
-        say(f"note      vLLM doesn't open this folder, {row.note}: add --layout mistral")
 
 
 def _report_files(proof: Proof, say: Say) -> None:

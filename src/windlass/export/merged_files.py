@@ -9,7 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from threading import Event
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from windlass.errors import Problem, UserError, raise_all
 from windlass.export.deltas import Deltas
-from windlass.export.folder import EXPORT
 from windlass.export.rounding import MergedTensor, round_to
 from windlass.export.screen import Advance
+from windlass.export.source import EXPORT
 from windlass.files import flush_to_disk, write_atomic
 from windlass.hardware import count_usable_cpus
 from windlass.model import Base, Piece, Stored, read_base
@@ -96,12 +96,12 @@ class MergePlan:
     names: LayoutFiles
     headers: dict[Path, bytes]  # headers of the files to write, with their eight bytes of length
     entries: tuple[MergedEntry, ...]
-    dropped: tuple[str, ...]  # tensors of the base that the new dtype does not need
     config: bytes
     index: bytes | None
-    others: tuple[Path, ...]  # files that are copied unchanged
-    more: Mapping[str, bytes]  # files that are written besides, by name
-    left_out: tuple[str, ...]
+    dropped: tuple[str, ...] = ()  # tensors of the base that the new dtype does not need
+    others: tuple[Path, ...] = ()  # files that are copied unchanged
+    more: Mapping[str, bytes] = field(default_factory=dict)  # files that are written besides, by name
+    left_out: tuple[str, ...] = ()
     read: Callable[[Path], Base] = read_base  # opens the result
 
     @property
@@ -142,18 +142,10 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX, *OF_BASE)]
     others = [path for path in others if path.is_file()]
     left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
-    return MergePlan(
-        dtype=OWN if dtype == FP8 else dtype,
-        names=names,
-        headers=headers,
-        entries=tuple(entries),
-        dropped=tuple(dropped),
-        config=config,
-        index=index,
-        others=tuple(path for path in others if path not in left_out),
-        more=more,
-        left_out=tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != "."),
-    )
+    copied = tuple(path for path in others if path not in left_out)
+    reported = tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != ".")
+    written = MergePlan(OWN if dtype == FP8 else dtype, names, headers, tuple(entries), config, index, tuple(dropped))
+    return replace(written, others=copied, more=more, left_out=reported)
 
 
 def _rewrite(text: bytes, change: Callable[[dict[str, Any], str], Any], dtype: str) -> bytes:
@@ -259,23 +251,18 @@ def lay_out(entries: Sequence[MergedEntry], names: LayoutFiles) -> tuple[dict[Pa
         in_file = list(group)
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for entry in in_file:
+        for out in (entry.out for entry in in_file):
             start = end
-            end += prod(entry.out.shape) * BITS[entry.out.dtype] // 8
-            shape = list(entry.out.shape)
-            table[names.name_in_file(entry.out.key)] = {
-                "dtype": entry.out.dtype,
-                "shape": shape,
-                "data_offsets": [start, end],
-            }
+            end += prod(out.shape) * BITS[out.dtype] // 8
+            about = {"dtype": out.dtype, "shape": list(out.shape), "data_offsets": [start, end]}
+            table[names.name_in_file(out.key)] = about
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
         headers[file] = struct.pack("<Q", len(text)) + text
         for entry in in_file:
-            start, end = (
-                len(headers[file]) + offset for offset in table[names.name_in_file(entry.out.key)]["data_offsets"]
-            )
-            placed.append(replace(entry, out=replace(entry.out, start=start, end=end)))
+            start, end = table[names.name_in_file(entry.out.key)]["data_offsets"]
+            head = len(headers[file])
+            placed.append(replace(entry, out=replace(entry.out, start=head + start, end=head + end)))
     return headers, placed
 
 
@@ -307,9 +294,8 @@ def write_merge(
             for _ in pool.map(write_file, plan.headers):
                 pass
         except DamagedError as error:
-            raise UserError(
-                str(error), str(to), "fetch the base model again, then repeat the command", "damaged-weights"
-            ) from None
+            hint = "fetch the base model again, then repeat the command"
+            raise UserError(str(error), str(to), hint, "damaged-weights") from None
         finally:
             stop.set()  # after an error or a signal the others end at their next block
     for path in plan.others:
@@ -323,16 +309,20 @@ def write_merge(
     flush_to_disk(to / plan.names.config)
 
 
+def iter_stored_bytes(stored: Stored, files: Files) -> Iterator[memoryview]:
+    size = stored.end - stored.start
+    for skip in range(0, size, COPIED_BYTES):
+        block = memoryview(bytearray(min(COPIED_BYTES, size - skip)))
+        files.read(stored, skip, block)
+        yield block
+
+
 def _iter_bytes(
     entry: MergedEntry, base: Base, deltas: Deltas, files: Files, scales: dict[str, Tensor]
 ) -> Iterator[memoryview]:
     """Yield a tensor's bytes in order. `scales`: the new scales by weight, which are added as they are computed."""
     if entry.how == COPIED:
-        size = entry.source.end - entry.source.start
-        for skip in range(0, size, COPIED_BYTES):
-            copied = memoryview(bytearray(min(COPIED_BYTES, size - skip)))
-            files.read(entry.source, skip, copied)
-            yield copied
+        yield from iter_stored_bytes(entry.source, files)
         return
     if entry.how == ROTATED:
         yield _view_bytes(rotate_rows(read_tensor(entry.source, files), entry.heads))

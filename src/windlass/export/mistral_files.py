@@ -24,19 +24,9 @@ from windlass.export.merged_files import (
     make_index,
     plan_merge,
 )
-from windlass.model import Base, Piece, Stored
+from windlass.model import Base, Piece, Stored, mistral_layout
 from windlass.model.family import VISION
 from windlass.model.files import BITS, CONFIG, abbreviate, read_table
-from windlass.model.mistral_layout import (
-    MODEL_TYPE,
-    ROTATED_ROWS,
-    has_mistral_layout,
-    has_mistral_layout_alone,
-    list_spellings,
-    make_params,
-    read_mistral_layout,
-    rename_vision,
-)
 from windlass.weights.certificate import sample_boxes
 from windlass.weights.fill import FillSource, LocalPart, fill_values
 from windlass.weights.reading import Files
@@ -52,23 +42,23 @@ def choose_layout(base: Base, layout: str | None) -> bool:
     """Return whether Mistral's layout is to be written beside transformers': by default if the base has both."""
     if layout not in (None, *LAYOUTS):
         raise UserError(f"there is no layout {layout!r}", "--layout", f"one of {', '.join(LAYOUTS)}", "no-such-layout")
-    if layout == BOTH and base.family.model_type != MODEL_TYPE:
+    if layout == BOTH and base.family.model_type != mistral_layout.MODEL_TYPE:
         problem = f"{base.name} is not published in Mistral's layout that servers read: only Mistral 4 is"
         raise UserError(problem, "--layout", "leave it out", "no-such-layout")
-    if has_mistral_layout_alone(base):  # and is merged in it
+    if mistral_layout.has_mistral_layout_alone(base):  # and is merged in it
         if layout == HF:
             problem = f"{base.name} has its weights in Mistral's own layout alone, and is merged in that"
             raise UserError(problem, "--layout", "leave it out", "base-in-mistral-layout")
         return False
-    return layout == BOTH or (layout is None and has_mistral_layout(base))
+    return layout == BOTH or (layout is None and mistral_layout.has_mistral_layout(base))
 
 
 def read_beside(base: Base) -> Base | None:
     """Return the base's own files in Mistral's layout, if they have the same weights as transformers'."""
-    if not has_mistral_layout(base):
+    if not mistral_layout.has_mistral_layout(base):
         return None
     assert base.path is not None
-    beside = read_mistral_layout(base.path, base)
+    beside = mistral_layout.read_mistral_layout(base.path, base)
     differing = []
     with Files() as files, ThreadPoolExecutor(1) as pool:
         source = FillSource(files, base.block, pool)
@@ -91,7 +81,9 @@ def read_beside(base: Base) -> Base | None:
 def plan_beside(base: Base, beside: Base, deltas: Deltas, to: Path, dtype: str) -> MergePlan:
     """Plan the merge of Mistral's own files."""
     plan = plan_merge(beside, deltas, to, dtype, MISTRAL)
-    return replace(plan, others=(), more={}, left_out=(), read=lambda folder: read_mistral_layout(folder, base))
+    return replace(
+        plan, others=(), more={}, left_out=(), read=lambda folder: mistral_layout.read_mistral_layout(folder, base)
+    )
 
 
 def plan_conversion(base: Base, to: Path) -> MergePlan:
@@ -99,27 +91,18 @@ def plan_conversion(base: Base, to: Path) -> MergePlan:
     assert base.path is not None
     entries = sorted(_list_entries(base, to), key=lambda entry: entry.out.file.name)
     headers, entries = lay_out(entries, MISTRAL)
-    params = make_params(read_table(base.path / CONFIG))
-    return MergePlan(
-        dtype=OWN,
-        names=MISTRAL,
-        headers=headers,
-        entries=tuple(entries),
-        dropped=(),
-        config=(json.dumps(params, indent=2) + "\n").encode(),
-        index=make_index(entries, MISTRAL) if len(headers) > 1 else None,
-        others=(),
-        more={},
-        left_out=(),
-        read=lambda folder: read_mistral_layout(folder, base),
-    )
+    params = mistral_layout.make_params(read_table(base.path / CONFIG))
+    config = (json.dumps(params, indent=2) + "\n").encode()
+    index = make_index(entries, MISTRAL) if len(headers) > 1 else None
+    plan = MergePlan(OWN, MISTRAL, headers, tuple(entries), config, index)
+    return replace(plan, read=lambda folder: mistral_layout.read_mistral_layout(folder, base))
 
 
 def _list_entries(base: Base, to: Path) -> Iterator[MergedEntry]:
     """Yield every tensor of Mistral's layout, with its bytes in transformers' layout."""
     stored = {tensor.key: tensor for tensor in base.stored()}
     for parameter in base.parameters:
-        for spelling in list_spellings(parameter):
+        for spelling in mistral_layout.list_spellings(parameter):
             for number in range(parameter.shape[0] if "#" in spelling.name else 1):
                 name = spelling.name.replace("#", str(number))
                 offset = (number, *spelling.offset[1:]) if "#" in spelling.name else spelling.offset
@@ -135,8 +118,8 @@ def _list_entries(base: Base, to: Path) -> Iterator[MergedEntry]:
     vision = read_table(base.path / CONFIG).get("vision_config") if base.path else None
     for tensor, reason in base.unread.items():
         if reason == VISION:
-            entry = _copy(rename_vision(tensor.key), tensor, tensor.shape, to)
-            if ROTATED_ROWS.fullmatch(entry.out.key):
+            entry = _copy(mistral_layout.rename_vision(tensor.key), tensor, tensor.shape, to)
+            if mistral_layout.ROTATED_ROWS.fullmatch(entry.out.key):
                 assert vision is not None
                 entry = replace(entry, how=ROTATED, heads=vision["num_attention_heads"])
             yield entry

@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 from windlass.data.packing import open_rows
 from windlass.errors import UserError
 from windlass.export.card import add_note
-from windlass.export.folder import MERGED
 from windlass.export.generate import choose_base_dtype, load_model
 from windlass.export.proof import FLOAT32_SHARE, read_free_memory
 from windlass.export.screen import Say
-from windlass.export.source import AdapterSource, require_local_base
+from windlass.export.source import MERGED, AdapterSource, require_local_base
 from windlass.files import write_atomic
 from windlass.model import Base, read_base
 from windlass.observe.format import describe_served
@@ -29,19 +28,17 @@ from windlass.serve.rows import add_chats, choose_rows
 from windlass.train.kernels.products import as_served
 from windlass.train.load import load_base
 from windlass.train.logits import find_rows, open_adapter
-from windlass.weights.same_base import read_recorded_base, require_same_base
+from windlass.weights.same_base import read_recorded_base
 
 
-def write_probe(
-    source: AdapterSource, to: Path, facts: dict[str, Any], *, base_folder: str | None, allow_other_base: bool, say: Say
-) -> dict[str, Any]:
+def write_probe(source: AdapterSource, to: Path, facts: dict[str, Any], say: Say) -> dict[str, Any]:
     """Write probe.json; return what export.json records of it, or why there is none. facts: what it has by now."""
     kind = facts["kind"]
     is_trained_base = facts["base_digest"] == read_recorded_base(source.folder).get("base_digest")
     probe = find_probe(source.run_folder if is_trained_base else None, source.folder)
     try:
         if not probe:
-            probe = _compute(source, to, base_folder, allow_other_base, say)
+            probe = _compute(source, to, say)
     except UserError as error:
         why = error.problems[0].problem
         say(f"probe     none, so a server can't be compared with this export: {why}")
@@ -60,14 +57,11 @@ def write_probe(
     return {"probe": hash_probe(to / PROBE), **files}
 
 
-def _compute(
-    source: AdapterSource, to: Path, base_folder: str | None, allow_other_base: bool, say: Say
-) -> dict[str, Any]:
+def _compute(source: AdapterSource, to: Path, say: Say) -> dict[str, Any]:
     """Compute the probe in float32 if the model fits, else as `windlass generate` computes."""
-    base = require_local_base(source, base_folder)
+    base = require_local_base(source)
     tokenizer = _open_tokenizer(to, base)
     rows, rows_from = _read_rows(source, base, tokenizer, say)
-    where = "--base" if base_folder else str(source.folder)
     trains_biases = source.config.get("bias", "none") != "none"
     biases = []
     dtype = "float32"
@@ -75,7 +69,7 @@ def _compute(
         say(f"probe     loading {base.name} in float32")
         whole = Layout("resident", "probed", 1, 1, shard=1)
         model, certificate = load_base(base, whole, dtype=torch.float32)
-        require_same_base(source.folder, base, certificate["base_digest"], where, allow_other=allow_other_base, say=say)
+        source.require_same_base(base, certificate["base_digest"], say)
         if trains_biases:
             biases = [(p, p.detach().clone()) for name, p in model.named_parameters() if name.endswith(".bias")]
         model = open_adapter(model.eval(), source.folder)
@@ -85,7 +79,7 @@ def _compute(
     else:
         trained_in = read_recorded_base(source.folder).get("base_quantisation", {}).get("format", "")
         dtype = choose_base_dtype(base, to, trained_in)
-        model = load_model(base, source, dtype, where, allow_other_base=allow_other_base, say=say)
+        model = load_model(base, source, dtype, say)
     return compute_probe(
         model,
         rows,

@@ -1,19 +1,11 @@
-"""Proof that a merged model is base + adapter: open it again and compare it by a different route than the merge took.
-
-1. Every tensor exists with the planned shape, dtype and place; untouched ones are byte-equal.
-
-2. For touched tensors, sampled rows, read with safetensors' own reader, are compared with W + s BA recomputed in
-float64 and in PEFT's terms; also the share of the adapter that they contain, wherever rounding is dithered.
-
-3. Logits of base + adapter (PEFT's own forward) against the merged model, if it fits into memory in float32.
+"""Proof that a merged model is base + adapter, by a different route than the merge took: docs/export.md has its steps.
 
 An adapter alone is opened with plain PEFT on its base's class without memory: every tensor must find its place.
 """
 
-from __future__ import annotations
-
 import gc
 import math
+import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,19 +18,24 @@ from torch import Tensor
 
 from windlass.errors import UserError
 from windlass.export.deltas import Delta, Deltas
-from windlass.export.merged_files import COPIED, ROTATED, MergedEntry, MergePlan
+from windlass.export.merged_files import COPIED, ROTATED, MergedEntry, MergePlan, iter_stored_bytes
 from windlass.export.rounding import FORMATS
 from windlass.export.screen import Advance
 from windlass.export.source import AdapterSource
 from windlass.hardware import GIB
 from windlass.model import Base, Parameter, Piece, Stored, read_base
-from windlass.plan.layout import Layout
-from windlass.train.logits import compute_both_logits, compute_logits, kl_by_token, open_adapter, sample_rows
+from windlass.train.logits import (
+    compute_both_logits,
+    compute_logits,
+    kl_by_token,
+    load_float32,
+    open_adapter,
+    sample_rows,
+)
 from windlass.weights.certificate import Disk, sample_boxes
 from windlass.weights.four_bits import code_levels
 from windlass.weights.reading import DTYPES, Box, Files, intersect, locate_piece, to_stored_box
 
-COMPARED_BYTES: Final = 2**23  # compared at a time
 SLACK: Final = 1e-5  # relative to the terms: float32 sums in another order
 # Allowed relative distance from the exact value: half the distance to its neighbour.
 NEAREST: Final = {torch.float64: 2.0**-24, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -74,7 +71,7 @@ class Proof:
 
 
 def prove_files(base: Base, deltas: Deltas, plan: MergePlan, to: Path, adapter: Path, advance: Advance) -> Proof:
-    """Do steps 1 and 2."""
+    """Compare every file and tensor of the merged model with what was planned."""
     try:
         merged = plan.read(to)
     except UserError as error:
@@ -113,7 +110,7 @@ def _prove_untouched(proof: Proof, plan: MergePlan, advance: Advance) -> None:
         if entry.how == ROTATED:
             _prove_rotated(proof, entry)
     with Files() as files, ThreadPoolExecutor(2) as pool:
-        equal = pool.map(lambda entry: _are_bytes_equal(entry.source, entry.out, files), untouched)
+        equal = pool.map(lambda entry: _are_bytes_equal(entry, files), untouched)
         for entry, is_equal in zip(untouched, equal, strict=True):
             size = entry.source.end - entry.source.start
             proof.untouched += 1
@@ -136,16 +133,49 @@ def _prove_rotated(proof: Proof, entry: MergedEntry) -> None:
             return
 
 
-def _are_bytes_equal(before: Stored, after: Stored, files: Files) -> bool:
-    size = before.end - before.start
-    for skip in range(0, size, COMPARED_BYTES):
-        bytes_before = bytearray(min(COMPARED_BYTES, size - skip))
-        bytes_after = bytearray(len(bytes_before))
-        files.read(before, skip, memoryview(bytes_before))
-        files.read(after, skip, memoryview(bytes_after))
-        if bytes_before != bytes_after:
-            return False
-    return True
+def _are_bytes_equal(entry: MergedEntry, files: Files) -> bool:
+    return all(map(operator.eq, *(iter_stored_bytes(stored, files) for stored in (entry.source, entry.out))))
+
+
+class Expected:
+    """W + s BA recomputed from safetensors' reader, with the indices of PEFT's einsum."""
+
+    def __init__(self, delta: Delta | None, opened: Any) -> None:
+        self.delta = delta
+        self.factors: dict[str, Tensor] = {}
+        for name in ("a", "b", "magnitude", "replaced"):
+            stored = getattr(delta, name, None)
+            if stored is not None:
+                self.factors[name] = opened.get_tensor(stored.key).double()
+
+    def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+        """Return the merged values of full rows before rounding, and the size of the terms."""
+        if self.delta is None:
+            return base, base.abs()
+        if "replaced" in self.factors:
+            new = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
+            return new, new.abs()
+        a = self.factors["a"]
+        b = self.factors["b"]
+        if len(box) == 3:  # "o r e, e r i -> e o i"
+            expert = box[0][0]
+            experts = self.delta.experts
+            r = a.shape[0] // experts
+            b = b[:, [index * experts + expert for index in range(r)]]
+            a = a[expert * r : (expert + 1) * r]
+        if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
+            a, b = b.T, a.T
+        (top, bottom), (left, right) = box[-2:]
+        a = a[:, left:right]
+        b = b[top:bottom]
+        scale = self.delta.scale
+        value = base + (b @ a * scale).view(base.shape)
+        size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
+        if "magnitude" in self.factors:
+            factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
+            value = value * factor
+            size = size * factor
+        return value, size
 
 
 @dataclass
@@ -224,7 +254,7 @@ def _sum_samples(parameter: Parameter, after: Parameter, expected: Expected, dis
             if is_dithered:
                 step = measure_step(exact, kind, disk_after, merged_piece, box)
             else:
-                step = nearest_error(exact, kind)
+                step = exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny  # half of one
             error = (exact - merged).abs()
             allowed = step + SLACK * size
             if merged_piece.packed:  # a block's largest values can't grow, and the row's others take that over
@@ -265,52 +295,6 @@ def explain_share(sums: Sums) -> float:
     deviations, by Bernstein's inequality, because few values may move, or Hoeffding's."""
     noise = min(sums.largest + math.sqrt(sums.largest**2 + sums.noise), math.sqrt(sums.noise_limit))
     return (6 * noise + sums.lost) / sums.change
-
-
-class Expected:
-    """W + s BA recomputed from safetensors' reader, with the indices of PEFT's einsum."""
-
-    def __init__(self, delta: Delta | None, opened: Any) -> None:
-        self.delta = delta
-        self.factors: dict[str, Tensor] = {}
-        for name in ("a", "b", "magnitude", "replaced"):
-            stored = getattr(delta, name, None)
-            if stored is not None:
-                self.factors[name] = opened.get_tensor(stored.key).double()
-
-    def values(self, base: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-        """Return the merged values of full rows before rounding, and the size of the terms."""
-        if self.delta is None:
-            return base, base.abs()
-        if "replaced" in self.factors:
-            new = self.factors["replaced"][tuple(slice(*extent) for extent in box)].reshape(base.shape)
-            return new, new.abs()
-        a = self.factors["a"]
-        b = self.factors["b"]
-        if len(box) == 3:  # "o r e, e r i -> e o i"
-            expert = box[0][0]
-            experts = self.delta.experts
-            r = a.shape[0] // experts
-            b = b[:, [index * experts + expert for index in range(r)]]
-            a = a[expert * r : (expert + 1) * r]
-        if self.delta.parameter.transposed:  # "o r e, e r i -> e i o"
-            a, b = b.T, a.T
-        (top, bottom), (left, right) = box[-2:]
-        a = a[:, left:right]
-        b = b[top:bottom]
-        scale = self.delta.scale
-        value = base + (b @ a * scale).view(base.shape)
-        size = base.abs() + (b.abs() @ a.abs() * abs(scale)).view(base.shape)
-        if "magnitude" in self.factors:
-            factor = self.factors["magnitude"].reshape(-1)[top] / torch.linalg.norm(value)
-            value = value * factor
-            size = size * factor
-        return value, size
-
-
-def nearest_error(exact: Tensor, kind: torch.dtype) -> Tensor:
-    """Return the largest error of rounding to the nearest value: half a step."""
-    return exact.abs() * NEAREST[kind] + torch.finfo(kind).tiny
 
 
 def measure_step(exact: Tensor, kind: torch.dtype, disk: Disk, piece: Piece, box: Box) -> Tensor:
@@ -370,7 +354,7 @@ def read_free_memory() -> int:
 
 
 def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any]:
-    """Return step 3 as a record; `skipped` says why it was not done, `deviation` what exceeds its bound.
+    """Compare logits; return a record: `skipped` says why it was not done, `deviation` what exceeds its bound.
 
     Everything runs in float32 on exactly the stored values, so the difference is the merge's alone. Rounding is
     harmless while it is small compared with what the adapter itself changes.
@@ -418,9 +402,3 @@ def compare_logits(base: Base, source: AdapterSource, to: Path) -> dict[str, Any
                 f"merge with --dtype {finer}, or serve the adapter unmerged, in float32"
             )
     return record
-
-
-def load_float32(base: Base) -> Any:
-    from windlass.train.load import load_base
-
-    return load_base(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()

@@ -1,17 +1,10 @@
-"""Merged values, a block of rows at a time, in float32; and rounded to the dtype that they are stored in.
+"""Merged values, a block of rows at a time, in float32; and rounded with dither to the dtype that they are stored in.
 
-What an adapter adds to a weight is mostly less than half the distance between neighbouring values: in FP8, 6-12 %
-apart, for any adapter; in bfloat16, 0.4-0.8 % apart, after a short training or at a small learning rate. So rounding
-W + s BA to the nearest value gives W back, and the adapter is gone. Two things keep it:
-- a value between two neighbours is rounded away from zero with the probability of its place between them, so what is
-  added is right on average over the many weights of an output. The dither is a fixed pattern (a two-dimensional
-  golden-ratio sequence), the same each time: a merge can be repeated, resumed and checked;
-- an FP8 scale stays the base's (doubled if the peak no longer fits, which keeps the grid), in 4 bits every scale. A
-  value that the dtype has is not rounded, so what the adapter leaves alone stays as it is.
-Float32 is rounded to the nearest value. An export prints the share of the adapter that survived.
+Rounded to the nearest value most weights would be the base's: docs/export.md, "Rounding keeps the adapter".
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,21 +35,6 @@ ROW: Final = 0.7548776662466927
 COLUMN: Final = 0.5698402909980532
 
 
-def iter_row_blocks(shape: Sequence[int], side: int) -> Iterator[Box]:
-    """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
-    if len(shape) < 2:
-        yield tuple((0, size) for size in shape)
-        return
-    rows, columns = shape[-2:]
-    step = max(1, BLOCK_VALUES // max(1, columns) // side) * side
-    matrices: list[Box] = [()]
-    if len(shape) == 3:
-        matrices = [((i, i + 1),) for i in range(shape[0])]
-    for outer in matrices:
-        for start in range(0, rows, step):
-            yield (*outer, (start, min(rows, start + step)), (0, columns))
-
-
 class MergedTensor:
     """The merged values of one stored tensor."""
 
@@ -70,10 +48,19 @@ class MergedTensor:
             self.scale, _ = read_scale(piece.scale, files)
 
     def blocks(self) -> Iterator[Box]:
+        """Yield blocks of full rows of one matrix; their height is a multiple of a scale's block."""
+        shape = self.piece.shape
+        if len(shape) < 2:
+            yield tuple((0, size) for size in shape)
+            return
+        rows, columns = shape[-2:]
         side = self.block[0]
         if self.piece.packed and self.piece.packed.transposed:
-            side = self.piece.shape[-2]  # whole rows of its file
-        return iter_row_blocks(self.piece.shape, side)
+            side = rows  # whole rows of its file
+        step = max(1, BLOCK_VALUES // max(1, columns) // side) * side
+        for outer in itertools.product(*([(i, i + 1) for i in range(count)] for count in shape[:-2])):
+            for start in range(0, rows, step):
+                yield (*outer, (start, min(rows, start + step)), (0, columns))
 
     def place(self, box: Box) -> Box:
         """Return the block's place in the parameter."""

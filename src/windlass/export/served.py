@@ -105,17 +105,9 @@ def convert_adapter(
         pairs = [_fold(pair, r) for pair in pairs]
     experts = [row for row in rows.values() if row.form == PER_EXPERT]
     pairs += _add_zeros(base, pairs, experts, rename, r)
-    converted = {
-        **config,
-        "r": r,
-        "lora_alpha": alpha,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "target_modules": sorted({pair.module.rpartition(".")[2] for pair in pairs}),
-        "target_parameters": None,
-    }
-    return pairs, converted
+    modules = sorted({pair.module.rpartition(".")[2] for pair in pairs})
+    plain = {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None}
+    return pairs, {**config, **plain, "r": r, "lora_alpha": alpha, "target_modules": modules}
 
 
 def _layer_of(name: str) -> str:
@@ -124,21 +116,27 @@ def _layer_of(name: str) -> str:
     return name[: match.end() - 1]
 
 
+def _list_matrices(name: str, row: ServerRow, expert: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the modules that an expert's part of a parameter becomes, each with its first row and the one after."""
+    gate, down, up = row.matrices
+    half = outputs // 2
+    parts = {gate: (0, half), up: (half, 2 * half)}
+    if name.endswith("down_proj"):
+        parts = {down: (0, outputs)}
+    for matrix, (first, last) in parts.items():
+        yield f"{_layer_of(name)}.{row.module}.{expert}.{matrix}", first, last
+
+
 def _split_experts(
     delta: Delta, deltas: Deltas, row: ServerRow, rename: Rename, dtype: torch.dtype
 ) -> Iterator[MatrixPair]:
     """Yield a pair for each matrix of each expert: gate and up share their A."""
-    factors = deltas.factors(delta.parameter.name)
-    gate, down, up = row.matrices
-    half = factors.b.shape[1] // 2
-    parts = {gate: (0, half), up: (half, 2 * half)}
-    if delta.parameter.name.endswith("down_proj"):
-        parts = {down: (0, factors.b.shape[1])}
+    name = delta.parameter.name
+    factors = deltas.factors(name)
     for expert in range(delta.experts):
-        for matrix, (first, last) in parts.items():
-            module = rename(f"{_layer_of(delta.parameter.name)}.{row.module}.{expert}.{matrix}")
+        for module, first, last in _list_matrices(name, row, expert, factors.b.shape[1]):
             b = factors.b[expert, first:last].to(dtype)
-            yield MatrixPair(module, factors.a[expert].to(dtype), b, delta.scale, delta, expert, first)
+            yield MatrixPair(rename(module), factors.a[expert].to(dtype), b, delta.scale, delta, expert, first)
 
 
 def _fold(pair: MatrixPair, r: int) -> MatrixPair:
@@ -159,23 +157,16 @@ def _add_zeros(
     """Yield pairs that change nothing for matrices beside adapted ones: servers take all of an expert's or none."""
     if not experts:
         return
-    row = experts[0]
-    gate, down, up = row.matrices
     present = {pair.module for pair in pairs}
     layers = {_layer_of(pair.delta.parameter.name) for pair in pairs if pair.delta and pair.delta.experts}
     for parameter in base.parameters:
         if parameter.part != "experts" or len(parameter.shape) != 3 or _layer_of(parameter.name) not in layers:
             continue
         count, outputs, inputs = parameter.shape
-        matrices: tuple[str, ...] = (down,)
-        if not parameter.name.endswith("down_proj"):
-            matrices = (gate, up)
-            outputs //= 2
         for expert in range(count):
-            for matrix in matrices:
-                module = rename(f"{_layer_of(parameter.name)}.{row.module}.{expert}.{matrix}")
-                if module not in present:
-                    yield MatrixPair(module, torch.zeros(r, inputs), torch.zeros(outputs, r), 1.0)
+            for module, first, last in _list_matrices(parameter.name, experts[0], expert, outputs):
+                if rename(module) not in present:
+                    yield MatrixPair(rename(module), torch.zeros(r, inputs), torch.zeros(last - first, r), 1.0)
 
 
 def name_tensors(pairs: Sequence[MatrixPair]) -> dict[str, Tensor]:

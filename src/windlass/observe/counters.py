@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from windlass.hardware import GIB, Nvml, read_gpus, read_this_machine
@@ -39,9 +40,8 @@ class Counters:
         self.gpu = self._find_gpu()
         self.pcie_at = -PCIE_SECONDS
         self.before, load = self._read()
-        for name, value in load.items():
-            if value is None:
-                self.unmeasured[name] = "not supported by this GPU or driver"
+        missing = [name for name, value in load.items() if value is None]
+        self.unmeasured |= dict.fromkeys(missing, "not supported by this GPU or driver")
         self.pcie_at = -PCIE_SECONDS
 
     def sample(self) -> dict[str, Any]:
@@ -117,20 +117,14 @@ def nvml_gpu_stats() -> list[dict[str, Any]]:
 
 
 def read_rss_gib() -> float:
-    """Return the resident memory of this process; without /proc, its peak."""
-    try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB  # bytes on macOS
+    """Return the resident memory of this process."""
+    return float(psutil.Process().memory_info().rss) / GIB
 
 
 def list_infiniband_ports(root: Path = INFINIBAND) -> list[Path]:
     """Return the counter folders of the ports that are up."""
-    return [
-        port / "counters"
-        for port in sorted(root.glob("*/ports/*"))
-        if _read(port / "state").endswith("ACTIVE") and _read(port / "counters" / "port_xmit_data").isdigit()
-    ]
+    active = [port / "counters" for port in sorted(root.glob("*/ports/*")) if _read(port / "state").endswith("ACTIVE")]
+    return [counters for counters in active if _read(counters / "port_xmit_data").isdigit()]
 
 
 def _read(path: Path) -> str:

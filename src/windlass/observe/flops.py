@@ -16,20 +16,17 @@ def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
     transformers' routers all return (logits, weights, indices) and have `num_experts` and `top_k`.
     """
-    routers = []
-    for module in model.modules():
-        experts = getattr(module, "num_experts", None)
-        has_top_k = isinstance(getattr(module, "top_k", None), int)
-        if isinstance(experts, int) and has_top_k and isinstance(getattr(module, "weight", None), Tensor):
-            routers.append((module, experts))
-    return routers
+    kinds = {"num_experts": int, "top_k": int, "weight": Tensor}
+    modules: list[Any] = list(model.modules())
+    routers = [m for m in modules if all(isinstance(getattr(m, name, None), kind) for name, kind in kinds.items())]
+    return [(router, router.num_experts) for router in routers]
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
     """Forward and backward FLOPs of one token; recomputation is separate. Attention adds more for longer sequences."""
 
-    weights: float
+    weights: float = 0.0
     attention: float = 0.0
     recompute_weights: float = 0.0
     recompute_attention: float = 0.0
@@ -90,18 +87,10 @@ def _share_of_a_token(name: str, parameter: Tensor, chosen: list[tuple[int, int]
 
 
 class RateMeter:
-    """Converts a step's tokens and seconds to rates. FLOPs are counted on `model` unless given by the plan."""
+    """Converts a step's tokens and seconds to rates."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        model: nn.Module | None = None,
-        *,
-        recomputes: bool = False,
-        seq_len: int | None = None,
-        flops_per_token: float | None = None,
-        recompute_flops_per_token: float | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, flops: Flops, seq_len: int | None) -> None:
+        self.flops = flops
         self.seq_len = seq_len
         self.peak_tflops: float | None = None
         self.why_no_peak = f"no peak is known for {device.type}"
@@ -111,10 +100,6 @@ class RateMeter:
                 self.why_no_peak = ""
             except UserError as error:
                 self.why_no_peak = error.problems[0].problem
-        if flops_per_token is None and model is not None:
-            self.flops = count_flops(model, recomputes=recomputes)
-        else:
-            self.flops = Flops(flops_per_token or 0.0, recompute_weights=recompute_flops_per_token or 0.0)
 
     def of(self, tokens: float, seconds: float, length: int) -> dict[str, float]:
         if not seconds or not tokens:
@@ -131,11 +116,7 @@ class RateMeter:
 
     def as_dict(self) -> dict[str, Any]:
         length = self.seq_len or 0
-        return {
-            "sequence": length,
-            "flops_per_token": self.flops.model(length),
-            "recompute_flops_per_token": self.flops.recompute(length),
-            "formula": self.flops.formula,
-            "peak_tflops": self.peak_tflops,
-            "why_no_peak": self.why_no_peak,
-        }
+        flops = self.flops
+        counted = {"flops_per_token": flops.model(length), "recompute_flops_per_token": flops.recompute(length)}
+        peak = {"peak_tflops": self.peak_tflops, "why_no_peak": self.why_no_peak}
+        return {"sequence": length, **counted, "formula": flops.formula, **peak}

@@ -16,7 +16,7 @@ from windlass import run_folder
 from windlass.errors import UserError
 from windlass.observe import steps
 from windlass.observe.background import BackgroundReport
-from windlass.observe.flops import RateMeter
+from windlass.observe.flops import Flops, RateMeter, count_flops
 from windlass.observe.recorder import PAUSE, Recorder, mean_loss
 from windlass.observe.watch.heartbeat import Heartbeat
 from windlass.observe.watch.run import script_heartbeat
@@ -61,28 +61,7 @@ class _Profiler:
 
 
 class StepProfiler(_Profiler):
-    """Measures every optimizer step of any PyTorch loop and appends it to `steps-rank*.jsonl`.
-
-        meter = StepProfiler(unit="images", debug_freq=10)
-        with meter:                                       # after init_process_group, right before the loop
-            for epoch in range(epochs):
-                for images, targets in meter.batches(loader):  # waiting for a batch is `data`
-                    images = images.to(device)
-                    meter.mark("data")                    # the time since the last mark was that
-                    loss = criterion(model(images), targets)
-                    meter.mark("forward")
-                    loss.backward()
-                    meter.mark("backward")
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    meter.mark("optimizer")
-                    meter.step(items=len(images), loss=loss, learning_rate=rate, epoch=epoch)
-                meter.event("eval", eval_loss=…, map=…)   # the time since the last step was a pause
-                meter.event("save")
-
-    With gradient accumulation, several rounds of data, forward and backward come before one `step`, whose `items` are
-    those of all rounds. Loss and gradient norm may be tensors on the GPU. The loop's own collectives are marked as
-    `communication`; those inside DDP or FSDP count as the phase they happen in.
+    """Measures every optimizer step of any PyTorch loop into `steps-rank*.jsonl`; docs/scripts.md shows a loop.
 
     output_dir: the run folder; default: that of the run file that started the script.
     unit: what is counted, in the plural: "images" counts images and images_per_second of every step.
@@ -104,9 +83,8 @@ class StepProfiler(_Profiler):
         report: bool = True,
     ) -> None:
         if unit != "tokens" and (not re.fullmatch("[a-z][a-z_]{0,30}", unit) or f"{unit}_per_second" in steps.FIELDS):
-            raise UserError(
-                f"{unit!r} can't name what is counted", "StepProfiler", "small letters: images, clips", "wrong-value"
-            )
+            problem = f"{unit!r} can't name what is counted"
+            raise UserError(problem, "StepProfiler", "small letters: images, clips", "wrong-value")
         super().__init__(output_dir, debug_freq, report_meta, script_name, report)
         self.unit = unit
         self.steps_done = from_step
@@ -120,9 +98,8 @@ class StepProfiler(_Profiler):
         connected = dist.is_available() and dist.is_initialized()
         if not connected and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             problem = "the ranks are not connected yet, so the number of this one is unknown"
-            raise UserError(
-                problem, "StepProfiler", "enter it after torch.distributed.init_process_group", "not-connected"
-            )
+            hint = "enter it after torch.distributed.init_process_group"
+            raise UserError(problem, "StepProfiler", hint, "not-connected")
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         recorder = self._record(folder, rank, ranks, device, unit=self.unit)
@@ -178,9 +155,8 @@ class StepProfiler(_Profiler):
 
     def _running(self) -> Recorder:
         if self.recorder is None:
-            raise UserError(
-                "nothing is measured yet", "StepProfiler", "write `with meter:` around the loop", "nothing-measured"
-            )
+            hint = "write `with meter:` around the loop"
+            raise UserError("nothing is measured yet", "StepProfiler", hint, "nothing-measured")
         return self.recorder
 
 
@@ -212,7 +188,9 @@ class LLMStepProfiler(_Profiler):
     ) -> None:
         super().__init__(output_dir, debug_freq, report_meta, script_name, report)
         self.seq_len = seq_len
-        self.flops = {"flops_per_token": flops_per_token, "recompute_flops_per_token": recompute_flops_per_token}
+        self.flops: Flops | None = None
+        if flops_per_token is not None:
+            self.flops = Flops(flops_per_token, recompute_weights=recompute_flops_per_token or 0.0)
         self.hooks: list[RemovableHandle] = []
         self.idle = 0.0  # when the Trainer stopped training for something else
         self.logged = 0
@@ -238,8 +216,10 @@ class LLMStepProfiler(_Profiler):
     def on_train_begin(self, args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
         self.close()
         device = torch.device(args.device)
-        recomputes = bool(args.gradient_checkpointing)
-        rates = RateMeter(device, model, recomputes=recomputes, seq_len=self.seq_len, **self.flops)
+        flops = self.flops or Flops()
+        if self.flops is None and model is not None:
+            flops = count_flops(model, recomputes=bool(args.gradient_checkpointing))
+        rates = RateMeter(device, flops, self.seq_len)
         folder = self.folder or Path(args.output_dir)
         recorder = self._record(folder, int(args.process_index), int(args.world_size), device, model=model, rates=rates)
         if args.torch_compile:

@@ -7,7 +7,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,8 @@ from windlass.files import Table
 from windlass.observe import steps
 
 NAN: Final = math.nan
-CHUNK: Final = 2048  # lines that are parsed together
+DECODER: Final = json.JSONDecoder(parse_constant=lambda _: NAN)
+CHUNK: Final = 2048  # lines
 HEAD_BYTES: Final = 8 * 1024  # read at the start of a long file
 SAMPLE_BYTES: Final = 2 * 1024  # read at each of its other places
 MAX_WAITING: Final = 200  # steps that wait for a rank before they are given up
@@ -77,33 +77,20 @@ class Tail:
     def chunks(self, lines_of: Iterable[list[bytes]] | None = None) -> Iterator[list[Record]]:
         """Yield the objects of all new lines, or of `lines_of`."""
         for lines in self.lines() if lines_of is None else lines_of:
-            try:
-                records = [*map(self.table.decode, _decode(b"[%b]" % b",".join(lines)))]
-            except (ValueError, RecursionError):
-                records = []
-            if len(records) != len(lines) or None in records:
-                records = []
-                for number, line in enumerate(lines, self.line - len(lines) + 1):
-                    record = self._decode_line(line)
-                    if record is not None:
-                        records.append(record)
-                    elif lines_of is None:  # a sampled file's header may not have been read
-                        self.damaged.append(number)
-            yield [record for record in records if record]
-
-    def _decode_line(self, line: bytes) -> Record | None:
-        """Return a line's object; None if it has none."""
-        try:
-            return self.table.decode(_decode(line))
-        except (ValueError, RecursionError):
-            return None
+            records = []
+            for number, line in enumerate(lines, self.line - len(lines) + 1):
+                try:
+                    record = self.table.decode(DECODER.decode(str(line, "utf-8")))
+                except (ValueError, RecursionError):
+                    record = None
+                if record:
+                    records.append(record)
+                elif record is None and lines_of is None:  # a sampled file's header may not have been read
+                    self.damaged.append(number)
+            yield records
 
     def objects(self) -> Iterator[Record]:
         return itertools.chain.from_iterable(self.chunks())
-
-
-def _decode(text: bytes) -> Any:
-    return json.loads(str(text, "utf-8"), parse_constant=lambda _: NAN)
 
 
 class JoinedSteps:
@@ -163,18 +150,14 @@ class Columns:
         for name in self.names:
             if name not in present and name not in self.fields:
                 continue
-            try:
-                values = [*map(itemgetter(name), records)]
-            except KeyError:
-                values = [record.get(name, NAN) for record in records]
+            values = [record.get(name, NAN) for record in records]
             self.fields.setdefault(name, array("d", [NAN]) * self.length)
             try:
                 self.fields[name].extend(array("d", values))
             except (TypeError, OverflowError):  # null, text, or an integer too large
                 self.fields[name].extend(map(as_number, values))
         for name in present & self.objects.keys():
-            by_row = {row: record[name] for row, record in enumerate(records, self.length) if record.get(name)}
-            self.objects[name] |= by_row
+            self.objects[name] |= {i: record[name] for i, record in enumerate(records, self.length) if record.get(name)}
         self.length += len(records)
 
 
@@ -207,8 +190,6 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 def as_number(value: Any) -> float:
     """Return a float; NaN for anything but a finite number."""
-    if type(value) is float and value - value == 0:
-        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NAN
     try:

@@ -50,20 +50,10 @@ class _Pending:
 
 
 class Recorder:
-    """A training loop calls it in this order; it never waits for the GPU outside of sampled steps.
+    """A training loop calls `start`; for each micro-batch `count_tokens`, in host memory, and `mark`
+    after each phase; for each step `end_step`; then `event` and `close`.
 
-        recorder.start(done)                    # right before the loop; `done` steps were trained before
-        for ...:
-            for ...:                            # the micro-batches of a step
-                recorder.count_tokens(batch)    # while it is in host memory; on a GPU the counting takes kernels
-                recorder.mark("data")           # the time since the last mark was that; then forward, backward
-            recorder.mark("communication")
-            recorder.mark("optimizer")
-            recorder.end_step(step, loss=..., grad_norm=..., learning_rate=..., epoch=...)
-            recorder.event("eval", step, eval_loss=...)   # or mark("pause"): what is no training
-        recorder.close()
-
-    Values of `end_step` are named as in `steps.FIELDS`; tensors on the GPU are copied without waiting for them.
+    It never waits for the GPU outside of sampled steps. Values of `end_step` are named as in `steps.FIELDS`.
     sample_every: every that many steps, also wait for the GPU, sample every counter and the expert balance; 0: never.
     """
 
@@ -94,9 +84,7 @@ class Recorder:
         self._file: TextIO | None = None
         self._pending: deque[_Pending] = deque()
         self._marks: list[tuple[str, Time]] = []
-        self._counts: list[Tensor] = []
-        self._sequences = 0
-        self._longest = 0
+        self._batches: list[tuple[Tensor, int, int]] = []  # counts of tokens, rows and longest row of each micro-batch
         self._cost = 0.0  # seconds that recording the step took
         self._sampling_cost = 0.0  # seconds that sampling took since the start
         self.balance = ExpertBalance(model) if model is not None else None
@@ -105,17 +93,11 @@ class Recorder:
         self._table = Table(steps.derived_fields(unit))
         folder.mkdir(parents=True, exist_ok=True)
         self.counters = Counters(self.device)
-        self.about = {
-            "script_name": "",
-            "report_meta": {},
-            **(about or {}),
-            "unit": unit,
-            "rank": rank,
-            "ranks": ranks,
-            "hardware": describe_machine(self.device),
-            **({"arithmetic": rates.as_dict()} if rates else {}),
-            "unmeasured": self.counters.unmeasured,
-        }
+        self.about = {"script_name": "", "report_meta": {}, **(about or {}), "unit": unit, "rank": rank, "ranks": ranks}
+        self.about["hardware"] = describe_machine(self.device)
+        if rates:
+            self.about["arithmetic"] = rates.as_dict()
+        self.about["unmeasured"] = self.counters.unmeasured
 
     # --- what a loop calls ---
 
@@ -146,9 +128,8 @@ class Recorder:
         began = time.perf_counter()
         self._require_running()
         if phase not in steps.PHASES and phase != PAUSE:
-            raise UserError(
-                f"{phase!r} is not a phase of a step", "mark", f"use one of {', '.join(steps.PHASES)}", "no-such-phase"
-            )
+            hint = f"use one of {', '.join(steps.PHASES)}"
+            raise UserError(f"{phase!r} is not a phase of a step", "mark", hint, "no-such-phase")
         self.progress += 1
         if phase == PAUSE and self._marks[-1][0] == PAUSE:  # an evaluation of many batches keeps one mark
             self._marks.pop()
@@ -161,9 +142,8 @@ class Recorder:
         counts = batch["counts"] if "counts" in batch else count_tokens_in(batch)
         if counts is not None:
             ids = batch["input_ids"]
-            self._counts.append(counts)
-            self._sequences += batch.get("sequences", ids.shape[0] if ids.dim() > 1 else 1)
-            self._longest = max(self._longest, batch.get("longest", ids.shape[-1]))
+            sequences = batch.get("sequences", ids.shape[0] if ids.dim() > 1 else 1)
+            self._batches.append((counts, sequences, batch.get("longest", ids.shape[-1])))
         self._cost += time.perf_counter() - began
         return counts
 
@@ -182,9 +162,10 @@ class Recorder:
             **self._sample(),
             **{name: value for name, value in values.items() if value is not None and name not in late},
         }
-        if self._counts:
-            sums = torch.stack(self._counts).sum(0)
-            record |= {"sequences": self._sequences, "longest": self._longest}
+        if self._batches:
+            each_counts, sequences, longest = zip(*self._batches, strict=True)
+            sums = torch.stack(each_counts).sum(0)
+            record |= {"sequences": sum(sequences), "longest": max(longest)}
             counts = dict(zip(TOKEN_COUNTS, sums, strict=True))
             if sums.device.type == "cuda":
                 late |= counts
@@ -197,9 +178,7 @@ class Recorder:
             self._marks.append(("other", self.now()))  # passes only when the copy has arrived
         self._pending.append(_Pending(record, self._marks, stacked, tuple(late), hold))
         self._marks = [("start", self.now())]
-        self._counts = []
-        self._sequences = 0
-        self._longest = 0
+        self._batches = []
         self._write_arrived(wait=self.sampled or len(self._pending) > MAX_PENDING)
         self._sample_next(bool(self.sample_every) and step % self.sample_every == 0)
         self._cost += time.perf_counter() - began
@@ -255,12 +234,8 @@ class Recorder:
 
     def _require_running(self) -> None:
         if self._file is None:
-            raise UserError(
-                "nothing is measured yet, or no longer",
-                "recorder",
-                "write `with meter:` around the loop",
-                "nothing-measured",
-            )
+            problem = "nothing is measured yet, or no longer"
+            raise UserError(problem, "recorder", "write `with meter:` around the loop", "nothing-measured")
 
     def _sample_next(self, sampled: bool) -> None:
         self.sampled = sampled
@@ -355,13 +330,10 @@ class ExpertBalance:
         self.counts = {}
         if not counts:
             return None
-        even = [max(sum(layer) / len(layer), 1e-9) for layer in counts]
-        return {
-            "experts": len(counts[0]),
-            "busiest": [round(max(layer) / share, 4) for layer, share in zip(counts, even, strict=True)],
-            "idlest": [round(min(layer) / share, 4) for layer, share in zip(counts, even, strict=True)],
-            "unused": [layer.count(0) for layer in counts],
-        }
+        balance: dict[str, Any] = {"experts": len(counts[0])}
+        for name, end in (("busiest", max), ("idlest", min)):
+            balance[name] = [round(end(layer) / max(sum(layer) / len(layer), 1e-9), 4) for layer in counts]
+        return {**balance, "unused": [layer.count(0) for layer in counts]}
 
 
 def count_tokens_in(batch: Mapping[str, Any]) -> Tensor | None:

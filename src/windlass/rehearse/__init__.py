@@ -1,7 +1,5 @@
 """`windlass rehearse`: the user's own run, start to end, with a tiny replica of the model on this machine's CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile
@@ -10,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from windlass.errors import UserError
+from windlass.files import write_json
 from windlass.rehearse.process import exit_on_sigterm, make_environment
 from windlass.rehearse.record import RECORD, Failed, RehearsalRecord, print_record
 from windlass.rehearse.stages import SCRIPT_STAGES, SELF_EXPLAINED, STAGES, Rehearsal
 from windlass.run_folder import is_finished
-from windlass.runfile import Loaded, read_any, read_kind
+from windlass.runfile import Loaded, LoadedScript, read_any, read_kind
 from windlass.runfile.accelerate import load_accelerate
 
 __all__ = ["RehearsalRecord", "print_record", "rehearse"]
@@ -33,10 +32,11 @@ def rehearse(
     say: Callable[[str], None],
 ) -> RehearsalRecord:
     """Rehearse a run file on this machine's CPU. Faults of the run are in the record, not raised."""
-    has_trials = has_sweep(run, overrides, accelerate)
-    overrides = [*overrides, "sweep={}"] if has_trials else overrides
-    options = [word for one in overrides for word in ("--override", one)]
-    options += ["--accelerate", str(accelerate)] if accelerate else []
+    loaded: Loaded | LoadedScript | None = None
+    with contextlib.suppress(UserError):  # the first stage reports it
+        loaded = read_any(run, overrides, load_accelerate(accelerate))
+    has_trials = isinstance(loaded, Loaded) and bool(loaded.trials)
+    overrides = [*overrides, "sweep={}"] if has_trials else [*overrides]
     record = RehearsalRecord(str(run))
     began = time.monotonic()
     folder = make_empty_folder(keep) if keep else Path(tempfile.mkdtemp(prefix="windlass-rehearsal-"))
@@ -49,7 +49,7 @@ def rehearse(
         ):
             (folder / "logs").mkdir()
             environment = make_environment(environ, Path(scratch))
-            rehearsal = Rehearsal(run, options, folder, environment, record, say, processes)
+            rehearsal = Rehearsal(run, overrides, folder, environment, record, say, processes, accelerate=accelerate)
             script = read_kind(run, overrides) == "script"
             for name, doing, prove in STAGES:
                 if name in SCRIPT_STAGES or not script:
@@ -73,20 +73,13 @@ def rehearse(
     places = [folder] if record.folder else []
     # The user's run folder, if it exists: plan.json and check.json are written there too. A fault replaces an older
     # record; a finished run's folder is not touched.
-    with contextlib.suppress(UserError):
-        places.append(Path(read_any(run, overrides, load_accelerate(accelerate)).run.folder))
+    if loaded:
+        places.append(Path(loaded.run.folder))
     for place in places:
         with contextlib.suppress(OSError):
             if place.is_dir() and not is_finished(place):
-                record.write(place)
+                write_json(place / RECORD, record.as_dict())
     return record
-
-
-def has_sweep(run: Path, overrides: Sequence[str], accelerate: Path | None) -> bool:
-    with contextlib.suppress(UserError):  # the first stage reports it
-        loaded = read_any(run, overrides, load_accelerate(accelerate))
-        return isinstance(loaded, Loaded) and bool(loaded.trials)
-    return False
 
 
 def make_empty_folder(keep: Path) -> Path:
@@ -96,15 +89,13 @@ def make_empty_folder(keep: Path) -> Path:
         ours = OURS if (keep / "logs" / "plan.log").is_file() else set()
         others = sorted(path.name for path in keep.iterdir() if path.name not in ours)
         if others:
-            raise UserError(
-                f"the folder contains other files ({others[0]} …)", f"--keep {keep}", "name a new one", "folder-taken"
-            )
+            problem = f"the folder contains other files ({others[0]} …)"
+            raise UserError(problem, f"--keep {keep}", "name a new one", "folder-taken")
         for path in keep.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", f"--keep {keep}", "name another folder", "unwritable"
-        ) from None
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError(problem, f"--keep {keep}", "name another folder", "unwritable") from None
     return keep.resolve()
 
 

@@ -3,8 +3,6 @@
 `python -m windlass.rehearse.material REQUEST.json` prints one line of JSON for each part when it is done.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -56,9 +54,8 @@ TOKENIZER = (  # every file that may belong to a tokenizer, and those that say w
 
 def main(request: Path) -> None:
     asked = json.loads(request.read_text())
-    loaded = read_run_file(
-        Path(asked["run"]), asked["overrides"], load_accelerate(asked["accelerate"] and Path(asked["accelerate"]))
-    )
+    accelerate = load_accelerate(asked["accelerate"] and Path(asked["accelerate"]))
+    loaded = read_run_file(Path(asked["run"]), asked["overrides"], accelerate)
     folder = Path(asked["folder"])
     base = find_base(loaded.run.model.model_name_or_path, loaded.where("model.model_name_or_path"))
     tokenizer = copy_tokenizer(base, loaded, folder / "model")
@@ -129,9 +126,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
                     if (size := size + len(str(row))) > MOST_BYTES:
                         break
         if rows.get("validation") == []:
-            raise UserError(
-                f"{data.validation_split} has no rows", where("data.val_split"), "name a split that has some", "no-rows"
-            )
+            problem = f"{data.validation_split} has no rows"
+            raise UserError(problem, where("data.val_split"), "name a split that has some", "no-rows")
         taken.append(rows)
     if len(selected) == len(sets):
         require_validation(run, selected, where)
@@ -143,11 +139,8 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         {name: tokenize(part, kind, tokenizer, data.length, **at.get(name, {})) for name, part in rows.items()}
         for rows, kind, at in zip(taken, kinds, places, strict=True)
     ]
-    tokens = {
-        name: Documents.concatenate(found)
-        for name in ("train", "validation")
-        if (found := [each[name] for each in made[: len(trained)] if name in each])
-    }
+    splits = {name: [each[name] for each in made[: len(trained)] if name in each] for name in ("train", "validation")}
+    tokens = {name: Documents.concatenate(found) for name, found in splits.items() if found}
     audit = {"splits": {name: audit_split(part, tokenizer) for name, part in tokens.items()}}
     raise_all(find_problems(audit, vocabulary=vocab, least_fraction=run.watch.min_supervised_fraction, where=where))
     documents = tokens["train"]
@@ -179,7 +172,7 @@ def take_rows(loaded: Loaded, base: Base, tokenizer: Any, folder: Path, sequence
         "rows": min(documents.counts["rows"], counts["train"]),
         "validation": "validation" in tokens,
         "length": length,
-        "format": kind.description if len(sets) == 1 else f"{', '.join(each.name for each in kinds)}",
+        "format": kind.description if len(sets) == 1 else ", ".join(each.name for each in kinds),
         "columns": list(dict.fromkeys(itertools.chain(*columns))),
         "rows_seen": documents.counts["rows"],
         "supervised_share": audit["splits"]["train"]["supervised_fraction"],
@@ -223,27 +216,25 @@ def list_requested_columns(data: Data) -> dict[str, Any]:
     answered = "{}"
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     chat = [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
+    answers = {"output": answered}
+    if data.pairs:
+        turns.pop()
+        chat.pop()
+        answers = {"chosen": answered, "rejected": "I don't know."}
     published: dict[str, dict[str, Any]] = {
         "messages": {data.messages_field or "messages": turns},
         "sharegpt": {data.messages_field or "conversations": chat},
-        "alpaca": {"instruction": asked, "output": answered},
+        "alpaca": {"instruction": asked, **answers},
         "prompt-completion": {data.prompt_field or "prompt": asked, data.completion_field or "completion": answered},
         "input_ids": {"input_ids": [*range(5, 25)]},
         "text": {data.text_field or "text": answered},
+        "preference": {"prompt": asked},
     }
-    if data.pairs:
-        answers = {"chosen": answered, "rejected": "I don't know."}
-        published = {
-            "preference": {"prompt": asked},
-            "messages": {data.messages_field or "messages": turns[:1]},
-            "sharegpt": {data.messages_field or "conversations": chat[:1]},
-            "alpaca": {"instruction": asked},
-        }
-        published = {name: {**columns, **answers} for name, columns in published.items()}
     keys = {"messages": data.messages_field, "prompt-completion": data.prompt_field}
     usual = "preference" if data.pairs else "text"
     named: str = data.format or next((name for name, key in keys.items() if key), usual)
-    return {data.columns.get(name, name): form for name, form in published[named].items()}
+    columns = {**published[named], **(answers if data.pairs else {})}
+    return {data.columns.get(name, name): form for name, form in columns.items()}
 
 
 def make_up_rows(forms: dict[str, Any], count: int) -> list[Row]:

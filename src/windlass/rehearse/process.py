@@ -1,7 +1,5 @@
 """Run one command of the rehearsal, with output in files and a time limit, and leave nothing running afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from windlass.errors import RANK_USER_INPUT, SAVED, USER_INPUT
 from windlass.ranks.place import LAUNCHERS
@@ -51,15 +50,9 @@ class RunningCommand:
             path = folder / (name if len(nodes) == 1 else f"{name}-node{node}")
             self.files.append(path)
             with path.with_suffix(".out").open("wb") as out, path.with_suffix(".log").open("wb") as log:
-                process = subprocess.Popen(
-                    list(command),
-                    env={**environ, **variables},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self.processes.append(process)
+                environment = {**environ, **variables}
+                options: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": log, "start_new_session": True}
+                self.processes.append(subprocess.Popen(list(command), env=environment, **options))
 
     @property
     def has_ended(self) -> bool:
@@ -80,12 +73,10 @@ class RunningCommand:
     @property
     def log(self) -> Path:
         """Return the log of the node that explains the failure, if several have ended."""
-        logs = {
-            path.with_suffix(".log"): process.poll() for path, process in zip(self.files, self.processes, strict=True)
-        }
-        failed = [log for log, code in logs.items() if code]
+        logs = [path.with_suffix(".log") for path in self.files]
+        failed = [log for log, process in zip(logs, self.processes, strict=True) if process.poll()]
         explained = [log for log in failed if ERROR in log.read_text(encoding="utf-8", errors="replace")]
-        return (explained or failed or list(logs))[0]
+        return (explained or failed or logs)[0]
 
     def wait_until(self, done: Callable[[], bool]) -> bool:
         """Wait for a condition; return False if the command ended before."""
@@ -98,7 +89,7 @@ class RunningCommand:
             time.sleep(POLL_SECONDS)
         return True
 
-    def finish(self, *codes: int) -> RunningCommand:
+    def finish(self, *codes: int) -> Self:
         """Wait for all nodes. Any other exit code than these (0) raises `Failed`, with the command's own words."""
         self.wait_until(lambda: self.has_ended)
         if self.code not in (codes or (0,)):

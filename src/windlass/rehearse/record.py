@@ -3,21 +3,20 @@
 The keys of rehearsal.json are an interface: add, never rename.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from windlass import __version__
 from windlass.errors import RANK_USER_INPUT, USER_INPUT
-from windlass.files import write_json
 from windlass.observe.format import format_plural
 from windlass.rehearse.scale import Change
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 RECORD = "rehearsal.json"
 
@@ -65,17 +64,9 @@ class RehearsalRecord:
         passed = self.failure is None
         return {"windlass": __version__, "passed": passed, "exit_code": self.exit_code, **asdict(self)}
 
-    def write(self, folder: Path) -> None:
-        write_json(folder / RECORD, self.as_dict())
-
 
 def print_record(record: RehearsalRecord) -> None:
     """Print the findings on stdout; failures in their own words."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console(highlight=False, emoji=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage", no_wrap=True)

@@ -3,8 +3,6 @@
 `python -m windlass.rehearse.reload FOLDER` prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -18,16 +16,20 @@ import transformers
 
 from windlass.files import read_json
 from windlass.model import Base, read_base
-from windlass.plan.layout import Layout
-from windlass.train.load import load_base
-from windlass.train.logits import compute_both_logits, compute_logits, kl_divergence, open_adapter, sample_rows
+from windlass.train.logits import (
+    compute_both_logits,
+    compute_logits,
+    kl_divergence,
+    load_float32,
+    open_adapter,
+    sample_rows,
+)
 from windlass.weights.reading import DTYPES
 
 ROWS = 4
 LENGTH = 64
 DEVIATIONS = 6  # standard deviations of dithered rounding
 EQUAL = 1e-3  # bound for logits in float32: the same arithmetic, perhaps in another order
-UNSHARDED = Layout("resident", "compared", 1, 1, shard=1)
 
 
 class ReloadMismatch(Exception):  # noqa: N818  (a finding, not an error of this process)
@@ -47,7 +49,7 @@ def main(folder: Path) -> list[str]:
     # The adapter as the run itself saved it, on the base as windlass loads and certifies it.
     name = record["adapter"]
     own = next(path for path in (folder / "run" / "checkpoints" / name, folder / "run" / name) if path.is_dir())
-    ours = open_adapter(load_certified(base), own)
+    ours = open_adapter(load_float32(base), own)
     untrained, trained = compute_both_logits(ours, rows)
     effect = kl_divergence(trained, untrained)
     if not effect > 0:
@@ -56,7 +58,7 @@ def main(folder: Path) -> list[str]:
     # The exported adapter, in plain PEFT.
     if base.quantization:
         opener = "windlass (which decodes the base as its publisher does) and plain PEFT"
-        plain = load_certified(base)
+        plain = load_float32(base)
     else:
         kind = base.wrapper.architecture if base.wrapper else base.family.causal_lm
         opener = f"plain transformers ({kind}) and PEFT"
@@ -66,9 +68,8 @@ def main(folder: Path) -> list[str]:
     adapted = compute_logits(open_adapter(plain, folder / "adapter"), rows)
     worst = float((trained - adapted).abs().max())
     if not worst <= EQUAL:
-        raise ReloadMismatch(
-            f"base + exported adapter in plain PEFT: logits differ by {worst:.3g} from what was trained"
-        )
+        opened = "base + exported adapter in plain PEFT"
+        raise ReloadMismatch(f"{opened}: logits differ by {worst:.3g} from what was trained")
 
     proved = [f"base + adapter, opened by {opener}: logits as trained, to {worst:.2g}"]
     if not (folder / "merged").is_dir():  # a base in 4 bits
@@ -84,8 +85,8 @@ def main(folder: Path) -> list[str]:
     # Each of its weights must be PEFT's merged one, rounded up or down, and open plainly as windlass loads it.
     logits = compute_logits(merged, rows)
     stored = read_base(folder / "merged")
-    written = load_certified(stored)
-    require_rounded(ours.merge_and_unload(), written, load_certified(read_base(folder / "model")), stored)
+    written = load_float32(stored)
+    require_rounded(ours.merge_and_unload(), written, load_float32(read_base(folder / "model")), stored)
     rounded = compute_logits(written, rows)
     # The median token counts: a last bit sends some tokens to other experts.
     far = float((logits - rounded).abs().amax(-1).median())
@@ -128,10 +129,6 @@ def require_rounded(merged_by_peft: Any, written: Any, base: Any, stored: Base) 
         variance += float((change * step).square().mul(place * (1 - place)).sum())
     if abs(kept - changed) > DEVIATIONS * math.sqrt(variance) + EQUAL * changed:
         raise ReloadMismatch(f"the merged weights have {kept / changed:.0%} of what the adapter adds to the base")
-
-
-def load_certified(base: Base) -> Any:
-    return load_base(base, UNSHARDED, dtype=torch.float32)[0].eval()
 
 
 def open_plainly(model: Path, kind: str) -> tuple[Any, dict[str, Any]]:

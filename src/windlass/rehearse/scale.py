@@ -1,7 +1,5 @@
 """Scale a run down to this machine: fewer ranks, a tiny model config, and the run file with every difference listed."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -145,10 +143,8 @@ def scale_run(
     usual = LayoutSection()
     cluster = run.cluster
     layout = {"name": spread.name, "shard": spread.shard, "replicate": spread.replicate}
-    if spread.expert_parallel > 1:
-        layout["expert_parallel"] = spread.expert_parallel
-    if spread.context_parallel > 1:
-        layout["context_parallel"] = spread.context_parallel
+    parallel = {"expert_parallel": spread.expert_parallel, "context_parallel": spread.context_parallel}
+    layout |= {key: ranks for key, ranks in parallel.items() if ranks > 1}
     for key in ("reshard_after_forward", "base_dtype", "activation_checkpointing"):
         if getattr(spread, key) != getattr(usual, key):
             layout[key] = getattr(spread, key)

@@ -3,18 +3,15 @@
 Each stage runs the command that a user would, and yields what it proved in sentences; a fault is a `Failed`.
 """
 
-from __future__ import annotations
-
 import contextlib
-import itertools
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from windlass.errors import SAVED, USER_INPUT, Problem
 from windlass.files import read_json, read_json_lines, write_json
@@ -38,7 +35,7 @@ class Rehearsal:
     """A running rehearsal: its folder, its record, and the commands that it starts."""
 
     run: Path
-    options: list[str]  # --override and --accelerate, as they were given
+    overrides: list[str]
     folder: Path
     environ: dict[str, str]
     record: RehearsalRecord
@@ -51,6 +48,7 @@ class Rehearsal:
     plan: dict[str, Any] = field(default_factory=dict)
     layout: Layout | None = None  # the run's, scaled down
     job: RunningCommand | None = None  # a job that several stages watch: the material's, then the launch script's
+    accelerate: Path | None = None  # Accelerate's file
 
     @property
     def run_folder(self) -> Path:
@@ -58,17 +56,14 @@ class Rehearsal:
         return self.folder / "run"
 
     @property
-    def overrides(self) -> list[str]:
-        return [value for name, value in itertools.pairwise(self.options) if name == "--override"]
-
-    @property
-    def accelerate(self) -> Path | None:
-        return next((Path(value) for name, value in itertools.pairwise(self.options) if name == "--accelerate"), None)
+    def options(self) -> list[str]:
+        words = [word for override in self.overrides for word in ("--override", override)]
+        return [*words, "--accelerate", str(self.accelerate)] if self.accelerate else words
 
     def load(self) -> Loaded | LoadedScript:
         return read_any(self.run, self.overrides, load_accelerate(self.accelerate))
 
-    def stage(self, name: str, doing: str, prove: Callable[[Rehearsal], Iterator[str]]) -> None:
+    def stage(self, name: str, doing: str, prove: Callable[[Self], Iterator[str]]) -> None:
         """Run a stage: timed, shown, recorded; a fault ends the rehearsal."""
         phase = Phase(name)
         self.name = name
@@ -141,14 +136,13 @@ def command_line(*arguments: str) -> list[str]:
 
 def format_failed_checks(results: Sequence[Mapping[str, Any]]) -> str:
     """Return failed checks as errors, instead of `windlass check`'s table."""
+    failed = [each for each in results if each["verdict"] == "fail"]
     return format_errors(
-        Problem(each["seen"], each["where"] or each["name"], each["hint"], "failed-check")
-        for each in results
-        if each["verdict"] == "fail"
+        Problem(each["seen"], each["where"] or each["name"], each["hint"], "failed-check") for each in failed
     )
 
 
-def format_errors(problems: Iterator[Problem] | Sequence[Problem]) -> str:
+def format_errors(problems: Iterable[Problem]) -> str:
     return "\n\n".join(f"{ERROR}{problem}" for problem in problems)
 
 

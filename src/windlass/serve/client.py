@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -32,6 +32,8 @@ WHOLE: Final = "whole"  # of a chat
 OPEN: Final = "up to the end of its answer's text"
 BEFORE: Final = "up to its last answer"
 
+Generated = tuple[list[int] | None, list[float] | None]  # tokens and their log-probabilities; None: it doesn't say
+
 
 class RefusedError(Exception):
     """The server understood the address, and refuses this request."""
@@ -49,14 +51,6 @@ class BusyError(Exception):
             self.pause = max(0.0, date.timestamp() - time.time())
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What a server generates after a prompt. None: it doesn't say."""
-
-    ids: list[int] | None
-    logprobs: list[float] | None
-
-
 @dataclass
 class ServedModel:
     """One model of a server."""
@@ -66,6 +60,7 @@ class ServedModel:
     key: str | None = None
     key_variable: str = "OPENAI_API_KEY"
     say: Callable[[str], None] = print
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # those that were listed, by name
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/").removesuffix("/v1")
@@ -110,34 +105,28 @@ class ServedModel:
             if error.code in BUSY:
                 raise BusyError(why, error.headers["Retry-After"]) from None
             raise RefusedError(why) from None
-        except (http.client.IncompleteRead, ConnectionResetError, http.client.RemoteDisconnected) as error:
-            raise BusyError(f"the connection broke off ({type(error).__name__})") from None
         except (json.JSONDecodeError, UnicodeDecodeError):
             hint = "name the address of an OpenAI-compatible server; a proxy may cut answers off"
             raise UserError("the answer is no complete JSON", where, hint, "cut-short") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            if isinstance(reason, ConnectionResetError):
+            if isinstance(reason, ConnectionResetError | http.client.IncompleteRead):
                 raise BusyError(f"the connection broke off ({type(reason).__name__})") from None
             hint = "start the server, wait until it has loaded, and name its address: http://HOST:PORT"
             raise UserError(f"no answer: {reason}", where, hint, "no-answer") from None
 
     def list_models(self) -> list[str]:
         try:
-            listed = self.request("/v1/models")
-            return [str(model["id"]) for model in listed["data"]]
+            self.models = {str(model["id"]): model for model in self.request("/v1/models")["data"]}
+            return [*self.models]
         except (RefusedError, KeyError, TypeError) as error:
             hint = "name the address of an OpenAI-compatible server, without /v1/…"
             raise UserError(f"it lists no models: {error}", f"{self.url}/v1/models", hint, "no-models") from None
 
     def find_base(self) -> str:
         """Return the name of the base that is served beside this adapter; empty if the server doesn't say."""
-        try:
-            models = {str(model["id"]): model for model in self.request("/v1/models")["data"]}
-            parent = str(models[self.model].get("parent") or "")
-        except (RefusedError, KeyError, TypeError):
-            return ""
-        return parent if parent in models else ""
+        parent = str(self.models[self.model].get("parent") or "")
+        return parent if parent in self.models else ""
 
     def complete(self, prompt: Sequence[int], tokens: int = 1, **options: Any) -> dict[str, Any]:
         """Return the first choice of a completion."""
@@ -152,11 +141,9 @@ class ServedModel:
     def find_way(self, ids: list[int]) -> str:
         """Return by which requests the server gives log-probabilities of a prompt; empty if by none."""
         for way in (PROMPT, ECHO):
-            try:
+            with contextlib.suppress(RefusedError):
                 if self.read_prompt_logprobs(ids, way):
                     return way
-            except RefusedError:
-                continue
         forced = [self.force(ids, position) for position in range(1, min(len(ids), 4))]
         known = [value for value in forced if value is not None]
         return FORCED if any(value < -1e-3 for value in known) else ""  # 0: of what the forcing has made certain
@@ -165,9 +152,8 @@ class ServedModel:
         """Return each token's log-probability from the second on; None if the answer has none."""
         if way == PROMPT:
             entries = self.complete(ids, prompt_logprobs=0).get("prompt_logprobs") or []
-            given = [
-                (entry or {}).get(str(token), {}).get("logprob") for token, entry in zip(ids, entries, strict=False)
-            ]
+            by_token = [(entry or {}).get(str(token), {}) for token, entry in zip(ids, entries, strict=False)]
+            given = [entry.get("logprob") for entry in by_token]
         else:
             logprobs = self.complete(ids, echo=True, logprobs=0).get("logprobs") or {}
             given = logprobs.get("token_logprobs") or []
@@ -182,30 +168,30 @@ class ServedModel:
     def force(self, ids: list[int], position: int) -> float | None:
         """Return the log-probability of the token at this position, by making the server generate it."""
         token = ids[position]
-        try:
+        with contextlib.suppress(RefusedError):
             choice = self.complete(ids[:position], logprobs=1, logit_bias={str(token): FORCING})
-        except RefusedError:
-            return None
-        generated = _read_generated(choice)
-        if generated.logprobs is None or (generated.ids is not None and generated.ids[:1] != [token]):
-            return None
-        return generated.logprobs[0]
+            generated, logprobs = _read_generated(choice)
+            if logprobs is not None and (generated is None or generated[:1] == [token]):
+                return logprobs[0]
+        return None
 
     def generate(self, prompt: Sequence[int], tokens: int) -> Generated:
         """Return what follows the prompt greedily."""
         choice = self.complete(prompt, tokens, logprobs=1, return_token_ids=True, **NEUTRAL)
         generated = _read_generated(choice)
-        if choice.get("finish_reason") == "length" and 0 < len(generated.logprobs or ()) < tokens:
-            return Generated(None, None)  # llama.cpp leaves out tokens that end within a character
+        if choice.get("finish_reason") == "length" and 0 < len(generated[1] or ()) < tokens:
+            return None, None  # llama.cpp leaves out tokens that end within a character
         return generated
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the tokens of a text without a beginning of sequence; None if the server doesn't say."""
         flags = {"add_special_tokens": False, "add_special": False, "parse_special": True}
-        return self._read_tokens({"prompt": text, "content": text, **flags})
+        with contextlib.suppress(RefusedError):
+            return self._ask_for_tokens({"prompt": text, "content": text, **flags})
+        return None
 
     def tokenize_chat(self, chat: dict[str, Any]) -> dict[str, list[int]]:
-        """Return the tokens of a chat through the server's chat template: `WHOLE`; or else what it writes of it.
+        """Return the tokens of a chat through the server's chat template: `WHOLE`, or else what it writes of it.
 
         An answer at the end is refused by Mistral's tokenizer in vLLM, as are calls without an id; llama.cpp leaves it
         open, to be continued, and writes its thoughts without the template. What is before it is as in any chat.
@@ -215,11 +201,10 @@ class ServedModel:
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         parts = {WHOLE: messages, BEFORE: messages[: answers[-1]] if answers else []}
         found: dict[str, list[int]] = {}
-        refusals = []
         for part, asked in parts.items():
             if not asked or WHOLE in found:
                 continue
-            try:
+            with contextlib.suppress(RefusedError):
                 if tokens := self._ask_for_tokens({"messages": asked, **options}):
                     found[part] = tokens
                     continue
@@ -227,10 +212,6 @@ class ServedModel:
                 body = {"content": rendered.get("prompt"), "add_special": True, "parse_special": True}
                 if tokens := self._ask_for_tokens(body):
                     found[OPEN if part == WHOLE else part] = tokens
-            except RefusedError as error:
-                refusals.append(error)
-        if not found:
-            raise refusals[0] if refusals else RefusedError("no tokens of a chat")
         return found
 
     def find_chat_refusal(self) -> str:
@@ -241,12 +222,6 @@ class ServedModel:
         except RefusedError as error:
             return "" if str(error).startswith("404") else str(error)
         return ""
-
-    def _read_tokens(self, body: dict[str, Any]) -> list[int] | None:
-        try:
-            return self._ask_for_tokens(body)
-        except RefusedError:
-            return None
 
     def _ask_for_tokens(self, body: dict[str, Any]) -> list[int]:
         answer = self.request("/tokenize", {"model": self.model, **body})
@@ -268,17 +243,14 @@ def _read_generated(choice: dict[str, Any]) -> Generated:
     content = logprobs.get("content")
     if content:
         ids = [entry["id"] for entry in content] if "id" in content[0] else None
-        return Generated(ids, [float(entry["logprob"]) for entry in content])
-    values = logprobs.get("token_logprobs") or None
-    return Generated(choice.get("token_ids"), values)
+        return ids, [float(entry["logprob"]) for entry in content]
+    return choice.get("token_ids"), logprobs.get("token_logprobs") or None
 
 
 def _read_message(text: str) -> str:
     """Return the message of an error's body."""
-    try:
+    with contextlib.suppress(ValueError, AttributeError):
         body = json.loads(text)
         error = body.get("error", body)
         text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        pass
     return " ".join(text.split())[:SHOWN]

@@ -1,8 +1,4 @@
-"""Compute a probe: log-probabilities of rows under every hypothesis about what a server computes.
-
-An adapter is changed in place and restored: groups of its modules are switched off as PEFT does, scales are multiplied,
-experts' factors are packed in another order.
-"""
+"""Compute a probe: log-probabilities of rows under every hypothesis about what a server computes."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +28,10 @@ from windlass.serve.probe import (
     TEXT,
     describe_difference,
     list_logprobs,
+    measure_kept,
+    median_size,
+    subtract,
 )
-from windlass.serve.share import measure_kept, median_size, subtract
 
 DECODED_ROWS: Final = 4
 DECODED_TOKENS: Final = 8

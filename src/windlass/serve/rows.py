@@ -25,14 +25,10 @@ SHORTEST: Final = 8
 def choose_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return the documents with the most supervised tokens at their beginning; `start`: of the first of these. Of pairs
     these are the chosen sequences."""
-    documents = [
-        {
-            "ids": ids[:TOKENS].tolist(),
-            "start": int(supervised[:TOKENS].argmax()),
-            "told": int(supervised[:TOKENS].sum()),
-        }
-        for ids, supervised in iter_documents(table.slice(0, SEARCHED))
-    ]
+    documents = []
+    for ids, supervised in iter_documents(table.slice(0, SEARCHED)):
+        told = supervised[:TOKENS]
+        documents.append({"ids": ids[:TOKENS].tolist(), "start": int(told.argmax()), "told": int(told.sum())})
     long = [document for document in documents if len(document["ids"]) >= SHORTEST] or documents
     chosen = sorted(long, key=lambda document: -document.pop("told"))
     distinct = {tuple(document["ids"]): document for document in reversed(chosen)}

@@ -21,9 +21,11 @@ from windlass.serve.probe import (
     ROUNDED,
     SCALES,
     describe_difference,
+    fit_slope,
+    median_size,
     read_probe,
+    subtract,
 )
-from windlass.serve.share import fit_slope, median_size, subtract
 
 EXPORT: Final = "export.json"
 FORCED_POSITIONS: Final = 6  # of a row, each a request
@@ -90,7 +92,12 @@ def verify(
     probe = read_probe(folder, read_json(folder / EXPORT))
     server = ServedModel(url, key=key, key_variable=key_variable, say=say)
     server.model = choose_model(server, model)
-    require_tokenizer(server, probe)
+    expected = probe.get("tokenizer", {})
+    tokens = server.tokenize(expected["text"]) if expected else None
+    if tokens is not None and tokens != expected["ids"]:
+        problem = f"the server has another tokenizer: {describe_tokens(tokens, expected['ids'])}"
+        hint = f"serve the base model {probe['base']} with the tokenizer in its folder"
+        raise UserError(problem, server.url, hint, "other-tokenizer")
     longest = max((row["ids"] for row in probe["rows"]), key=len)
     try:
         server.complete(longest)
@@ -118,16 +125,6 @@ def choose_model(server: ServedModel, wanted: str | None) -> str:
     problem = f"the server has no model {wanted}" if wanted else f"the server has {format_plural(len(names), 'model')}"
     hint = f"it has {listed}; name one with --model, or start the server with the adapter under this name"
     raise UserError(problem, "--model", hint, "no-such-model")
-
-
-def require_tokenizer(server: ServedModel, probe: dict[str, Any]) -> None:
-    """Refuse a server that splits a text into other tokens."""
-    expected = probe.get("tokenizer", {})
-    tokens = server.tokenize(expected["text"]) if expected else None
-    if tokens is not None and tokens != expected["ids"]:
-        problem = f"the server has another tokenizer: {describe_tokens(tokens, expected['ids'])}"
-        hint = f"serve the base model {probe['base']} with the tokenizer in its folder"
-        raise UserError(problem, server.url, hint, "other-tokenizer")
 
 
 def describe_tokens(served: Sequence[int], trained: Sequence[int]) -> str:
@@ -351,19 +348,19 @@ def check_decoding(server: ServedModel, probe: dict[str, Any], verdict: Verdict)
     for row in (row for row in probe["rows"] if row.get("decoded")):
         expected = row["ids"][row["start"] :]
         try:
-            generated = server.generate(row["ids"][: row["start"]], len(expected))
+            ids, logprobs = server.generate(row["ids"][: row["start"]], len(expected))
         except RefusedError as error:
             verdict.notes.append(f"decoding was not compared: {error}")
             return
-        if generated.ids is None:
+        if ids is None:
             continue
-        pairs = list(zip(generated.ids, expected, strict=False))
+        pairs = list(zip(ids, expected, strict=False))
         equal = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
         tokens += len(pairs)
         same += equal
         # The first other token is compared too: at a tie its log-probability is the expected one's.
         references = [row[key][ADAPTER] for key in (LOGPROBS, ROUNDED) if key in row]
-        for value, *adapters in list(zip(generated.logprobs or (), *references, strict=False))[: equal + 1]:
+        for value, *adapters in list(zip(logprobs or (), *references, strict=False))[: equal + 1]:
             differences.append(min(abs(value - adapter) for adapter in adapters))
     if tokens:
         verdict.notes.append(f"decoded: {same} of {tokens} tokens are the adapter's, up to each row's first other one")
@@ -380,9 +377,8 @@ def check_template(server: ServedModel, probe: dict[str, Any], verdict: Verdict)
     parts = set()
     compared = 0
     for chat in chats:
-        try:
-            found = server.tokenize_chat(chat)
-        except RefusedError:
+        found = server.tokenize_chat(chat)
+        if not found:
             continue
         compared += 1
         same = next((part for part, tokens in found.items() if are_trained(part, tokens, chat["ids"])), None)

@@ -8,10 +8,17 @@ from torch import Tensor
 
 from windlass.data.packing import open_rows
 from windlass.files import read_json
+from windlass.model import Base
 from windlass.model.family import WRAPPERS
+from windlass.plan.layout import Layout
 from windlass.run_folder import DATA
+from windlass.train.load import load_base
 from windlass.train.lora import ignore_peft_warnings, read_inner_config
 from windlass.train.patches import Patches
+
+
+def load_float32(base: Base) -> Any:
+    return load_base(base, Layout("resident", "compared", 1, 1, shard=1), dtype=torch.float32)[0].eval()
 
 
 def open_adapter(model: Any, folder: Path) -> Any:

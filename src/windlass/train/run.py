@@ -20,7 +20,7 @@ from windlass.data.trained_template import set_template
 from windlass.errors import SAVED, Problem, UserError
 from windlass.files import WriteGuard, commit_dir, write_json
 from windlass.observe.background import BackgroundReport
-from windlass.observe.flops import RateMeter
+from windlass.observe.flops import Flops, RateMeter
 from windlass.observe.recorder import Recorder
 from windlass.observe.watch.monitor import make_environment
 from windlass.observe.watch.run import RunWatch
@@ -455,12 +455,7 @@ def report_stall(here: Rank, problem: Problem) -> None:
 def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | None) -> Recorder:
     """Create the recorder of steps. debug_freq: from the command line, how often it samples every counter."""
     device = get_device()
-    rates = RateMeter(
-        device,
-        seq_len=plan.batch.length,
-        flops_per_token=plan.cost.flops_per_token,
-        recompute_flops_per_token=plan.cost.recompute_flops_per_token,
-    )
+    flops = Flops(plan.cost.flops_per_token, recompute_weights=plan.cost.recompute_flops_per_token)
     return Recorder(
         plan.folder,
         here.rank,
@@ -468,6 +463,6 @@ def make_recorder(plan: Plan, here: Rank, model: PeftModel, debug_freq: int | No
         device,
         sample_every=plan.run.train.logging_steps if debug_freq is None else debug_freq,
         model=model,
-        rates=rates,
+        rates=RateMeter(device, flops, plan.batch.length),
         about={"script_name": "windlass train"},
     )

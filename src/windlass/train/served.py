@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from windlass.ranks import collectives
-from windlass.serve.share import fit_slope, subtract
+from windlass.serve.probe import fit_slope, subtract
 from windlass.train.base_alone import BaseAlone
 from windlass.train.batches import Batches
 from windlass.train.collate import Batch

@@ -21,15 +21,7 @@ from windlass import __version__
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent
-from windlass.observe.report.charts import (
-    PHASES,
-    choose_points,
-    compare_figures,
-    compare_run_files,
-    make_axes,
-    make_charts,
-    make_comparison_charts,
-)
+from windlass.observe.report import charts
 from windlass.observe.report.facts import Facts, collect_facts, highest_peak_gib
 from windlass.observe.report.page import HIDDEN, render_template
 from windlass.observe.report.read import read_run
@@ -58,9 +50,15 @@ class Report:
 
 def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run or sweep to its folder, of several to `out` or the current directory."""
-    if len(run_dirs) == 1 and list_trials(run_dirs[0]):
-        return report_sweep(run_dirs[0], out or run_dirs[0])
-    return write_report(collect_runs([path for folder in run_dirs for path in list_begun(folder)]), run_dirs, out)
+    begun = [path for folder in run_dirs for path in list_begun(folder)]
+    runs = collect_runs(begun)
+    if len(run_dirs) > 1 or not list_trials(run_dirs[0]):
+        return write_report(runs, run_dirs, out)
+    folder = run_dirs[0]  # of a sweep: its trials are compared, the lowest evaluation loss first
+    by_path = dict(zip(begun, runs, strict=True))
+    sweep = collect_trials(folder, by_path)
+    paths = [folder / TRIALS / trial.name for trial in sweep.trials]
+    return write_report([by_path[path] for path in paths if path in by_path], run_dirs, out or folder, sweep)
 
 
 def list_begun(folder: Path) -> list[Path]:
@@ -72,20 +70,12 @@ def list_begun(folder: Path) -> list[Path]:
     return begun or [folder]
 
 
-def report_sweep(folder: Path, out: Path) -> Report:
-    """Write the report of a sweep: its trials compared, the lowest evaluation loss first."""
-    begun = list_begun(folder)
-    runs = dict(zip(begun, collect_runs(begun), strict=True))
-    sweep = collect_trials(folder, runs)
-    ordered = [runs[folder / TRIALS / trial.name] for trial in sweep.trials if folder / TRIALS / trial.name in runs]
-    return write_report(ordered, [folder], out, sweep)
-
-
 def collect_runs(folders: Sequence[Path]) -> list[Facts]:
     runs: list[Facts] = []
     for folder in folders:
-        run = read_run(Path(folder), choose_points(len(folders)))
-        runs.append(to_strict_json(collect_facts(run) | {"charts": make_charts(run), "axes": make_axes(run)}))
+        run = read_run(Path(folder), charts.choose_points(len(folders)))
+        drawn = {"charts": charts.make_charts(run), "axes": charts.make_axes(run)}
+        runs.append(to_strict_json(collect_facts(run) | drawn))
     return runs
 
 
@@ -105,9 +95,8 @@ def write_report(
         write_atomic(report.json, json.dumps(report.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         write_atomic(report.html, render_page(runs, sweep))
     except OSError as error:
-        raise UserError(
-            f"can't write there: {error.strerror}", str(folder), "name another folder with --out", "unwritable"
-        ) from None
+        problem = f"can't write there: {error.strerror}"
+        raise UserError(problem, str(folder), "name another folder with --out", "unwritable") from None
     return report
 
 
@@ -124,7 +113,7 @@ def to_strict_json(value: Any) -> Any:
 
 def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
     """Render the page for one run, or for several with a comparison on top."""
-    overlays = make_comparison_charts(runs) if len(runs) > 1 else []
+    overlays = charts.make_comparison_charts(runs) if len(runs) > 1 else []
     data: dict[str, Any] = {"charts": {f"all-{chart['id']}": chart for chart in overlays}, "marks": {}, "axes": {}}
     for i, run in enumerate(runs):
         data["charts"] |= {f"r{i}-{chart['id']}": chart for chart in run["charts"]}
@@ -144,12 +133,12 @@ def render_page(runs: Sequence[Facts], sweep: SweepResult | None = None) -> str:
         effects=sweep.effect_rows() if sweep else [],
         caution=sweep.caution if sweep else "",
         overlays=overlays,
-        figures=compare_figures(runs),
-        differences=compare_run_files(runs) if len(runs) > 1 else [],
+        figures=charts.compare_figures(runs),
+        differences=charts.compare_run_files(runs) if len(runs) > 1 else [],
         data=Markup(island),
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        phases=PHASES,
+        phases=charts.PHASES,
         hint_for=lambda kind, folder: make_hint(kind, Path(folder)),
         peak_gib=highest_peak_gib,
         NONE=NONE,
@@ -176,8 +165,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
             console.print(Text(f"  {reason}", style=style))
         table.add_column(Text(run["name"]), justify="right")
     times = [run["step_time"] for run in report.runs]
-    rows = compare_figures(report.runs)
-    for phase, label in PHASES.items():
+    rows = charts.compare_figures(report.runs)
+    for phase, label in charts.PHASES.items():
         if any(time["shares"].get(phase) for time in times):
             cells = [
                 f"{format_duration(t['seconds'].get(phase))} {format_percent(t['shares'].get(phase)):>6}" for t in times

@@ -9,7 +9,7 @@ from typing import Any, Final
 from windlass import run_folder
 from windlass.observe import steps
 from windlass.observe.format import NONE, format_duration, format_figure, format_percent, shorten
-from windlass.observe.reader import NAN, as_dict, as_list, as_number, get_path, read_kept
+from windlass.observe.reader import NAN, as_dict, as_number, get_path, read_kept
 from windlass.observe.report.facts import Facts, highest_peak_gib
 from windlass.observe.report.read import RunData, Series, finite_numbers, round_value, thin_curve
 from windlass.observe.symptoms import has_shared_steps
@@ -70,46 +70,34 @@ def make_charts(run: RunData) -> list[Chart]:
             drawn += _evaluations(run, x, {f"eval_{field}": f"evaluation {label}"}, scale)
         return drawn
 
+    sources = sorted({name for losses in first.objects["source_loss"].values() for name in as_dict(losses)})
     memory = {"gpu_peak_gib": "GPU peak", "gpu_reserved_gib": "GPU reserved", "rss_gib": "host, resident"}
+    by_source = [drawn for name in sources for drawn in curve(name, _pick(run, "source_loss", name))]
+    phases = [drawn for p, label in PHASES.items() for drawn in curve(label, first[f"{p}_seconds"], band=False)]
+    ends = {"busiest": max, "idlest": min}
+    loads = [drawn for e, way in ends.items() for drawn in curve(f"{e} expert", _pick(run, "experts", e, way))]
     candidates: list[tuple[str, str, str, list[Curve]]] = [
         ("loss", "Loss", "", [*curve("loss", first["loss"]), *_evaluations(run, x, _name_losses(run))]),
-        (
-            "source_loss",
-            "Loss by source",
-            "",
-            [drawn for name in _sources(run) for drawn in curve(name, _pick(run, "source_loss", name))],
-        ),
+        ("source_loss", "Loss by source", "", by_source),
         ("kept_worse", "Kept sets: loss above the base's", "", _kept(run, x, "worse")),
         ("kept_kl", "Kept sets: KL divergence from the base, per token", "nats", _kept(run, x, "kl")),
         *((name, title, unit, of_pairs(fields, scale)) for name, title, unit, scale, fields in PREFERENCE),
         ("grad_norm", "Gradient norm", "", curve("gradient norm", first["grad_norm"])),
         ("learning_rate", "Learning rate", "", curve("learning rate", first["learning_rate"])),
         ("rate", "Throughput", f"{first.unit}/s", [*curve("whole job", run.job_rate), *_planned_rate(run, len(x))]),
-        (
-            "time",
-            "Where step time goes",
-            "s",
-            [drawn for p, label in PHASES.items() for drawn in curve(label, first[f"{p}_seconds"], band=False)],
-        ),
+        ("time", "Where step time goes", "s", phases),
         ("slowest", "Step time of the ranks", "s", across("step_seconds", "step time")),
         ("memory", "Memory", "GiB", [drawn for name, label in memory.items() for drawn in across(name, label)]),
         ("utilization", "GPU utilisation", "%", across("gpu_utilization", "busy", 100)),
         ("power", "GPU power", "W", across("gpu_power_watts", "power")),
         ("mfu", "Model FLOPs utilisation", "%", across("mfu", "MFU", 100)),
-        (
-            "experts",
-            "Expert load",
-            "times an even share",
-            [drawn for end in ("busiest", "idlest") for drawn in curve(f"{end} expert", _expert_loads(run, end))],
-        ),
+        ("experts", "Expert load", "times an even share", loads),
     ]
     charts = []
     for name, title, unit, curves in candidates:
         drawn = [curve for curve in curves if any(value is not None for value in curve["values"])]
-        if drawn:
-            chart = {"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn}
-            charts.append(chart)
-    return charts
+        charts.append({"id": name, "title": title, "unit": unit, "x": x, "stacked": name == "time", "series": drawn})
+    return [chart for chart in charts if chart["series"]]
 
 
 def make_axes(run: RunData) -> dict[str, list[Any]]:
@@ -171,25 +159,12 @@ def _evaluations(run: RunData, x: list[int], labels: Mapping[str, str], scale: f
     return [{"label": label, "values": values, "dots": True} for label, values in curves.items()]
 
 
-def _sources(run: RunData) -> list[str]:
-    return sorted({name for losses in run.first.objects["source_loss"].values() for name in as_dict(losses)})
-
-
-def _pick(run: RunData, field: str, name: str) -> Sequence[float]:
-    """Return a number of each step's object."""
+def _pick(run: RunData, field: str, name: str, way: Callable[..., float] = max) -> Sequence[float]:
+    """Return a number of each step's object, or of a list of numbers the largest or the smallest."""
     column = array("d", [NAN]) * (run.first.length if run.first.objects[field] else 0)
-    for row, numbers in run.first.objects[field].items():
-        column[row] = as_number(get_path(numbers, name))
-    return column
-
-
-def _expert_loads(run: RunData, end: str) -> Sequence[float]:
-    """Return the load of the busiest or the idlest expert of all layers, in the steps that were sampled."""
-    column = array("d", [NAN]) * (run.first.length if run.first.objects["experts"] else 0)
-    for row, balance in run.first.objects["experts"].items():
-        loads = finite_numbers(as_list(get_path(balance, end)))
-        if loads:
-            column[row] = max(loads) if end == "busiest" else min(loads)
+    for row, values in run.first.objects[field].items():
+        value = get_path(values, name)
+        column[row] = way(finite_numbers(value if isinstance(value, list) else [value]), default=NAN)
     return column
 
 

@@ -169,9 +169,8 @@ def read_state(run: RunData) -> str:
         return RUNNING
     last: dict[str, Any] = next((e for e in reversed(run.events) if e.get("kind") in ("start", "end")), {})
     if last.get("kind") == "end":
-        return (
-            "ended early" if as_number(last.get("step")) < find_total_steps(run.events, run.get(PLAN)) else "finished"
-        )
+        is_early = as_number(last.get("step")) < find_total_steps(run.events, run.get(PLAN))
+        return "ended early" if is_early else "finished"
     began = as_number(last.get("time"))
     if any(alarm.get("level") == "stop" and as_number(alarm.get("time")) >= began for alarm in run.alarms):
         return STOPPED_BY_ALARM
@@ -355,23 +354,20 @@ def compare_with_plan(run: RunData, facts: Facts) -> list[Facts]:
     if has_shared_steps(run.files.get(PLAN)):
         return []
     head = facts["headline"]
-
-    def estimate(name: str) -> float:
-        return as_number(run.get(PLAN, "estimate", name))
-
+    estimate = as_dict(run.get(PLAN, "estimate"))
     rows = (
-        ("seconds per step", "step_seconds", head["step_seconds"]),
-        ("tokens per second", "tokens_per_second", head["tokens_per_second"]),
-        ("MFU", "mfu", head["mfu"]),
-        ("peak memory, GiB", facts["memory"]["planned_gib"], highest_peak_gib(facts)),
-        ("steps", run.get(PLAN, "batch", "steps"), float(head["steps"])),
-        ("hours", "hours", head["seconds"] / 3600),
+        ("seconds per step", estimate.get("step_seconds"), head["step_seconds"], "step_seconds"),
+        ("tokens per second", estimate.get("tokens_per_second"), head["tokens_per_second"], "tokens_per_second"),
+        ("MFU", estimate.get("mfu"), head["mfu"], "mfu"),
+        ("peak memory, GiB", facts["memory"]["planned_gib"], highest_peak_gib(facts), ""),
+        ("steps", run.get(PLAN, "batch", "steps"), float(head["steps"]), ""),
+        ("hours", estimate.get("hours"), head["seconds"] / 3600, "hours"),
     )
     table = []
-    for name, source, measured in rows:
-        expected = estimate(source) if isinstance(source, str) else as_number(source)
+    for name, planned, measured, field in rows:
+        expected = as_number(planned)
         if drop_nan([expected, measured]):
-            ends = [estimate(f"{source}_{end}") for end in ("low", "high")]
+            ends = [as_number(estimate.get(f"{field}_{end}")) for end in ("low", "high")]
             row = {"what": name, "planned": expected, "measured": measured, "ratio": measured / (expected or NAN)}
             table.append({**row, "range": ends if drop_nan(ends) else None})
     return table if finite_numbers(row["planned"] for row in table) else []
@@ -421,18 +417,8 @@ def judge_run(run: RunData, facts: Facts) -> Facts:
         reasons.append(f"GPU clocks were lowered: {', '.join(throttled)}")
     if lost > 0:
         reasons.append(f"{lost} of {head['ranks']} ranks left no step file")
-    reasons += _find_symptoms(run, facts)
-    is_stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
-    level = "warn" if reasons else "good"
-    if non_finite or is_stopped or facts["state"] in BAD_STATES:
-        level = "bad"
-    return {"level": level, "text": _sentence(facts), "against": reasons}
-
-
-def _find_symptoms(run: RunData, facts: Facts) -> list[str]:
-    head = facts["headline"]
     balances = [balance for balance in run.first.objects["experts"].values() if isinstance(balance, dict)]
-    return find_symptoms(
+    reasons += find_symptoms(
         head["steps"],
         head["clipped_share"],
         as_number(run.get(MANIFEST, "run", "train", "max_grad_norm")),
@@ -441,6 +427,11 @@ def _find_symptoms(run: RunData, facts: Facts) -> list[str]:
         step_seconds=head["step_seconds"],
         gpu_peak_gib=highest_peak_gib(facts) if facts["memory"]["place"] == "gpu" else NAN,
     )
+    is_stopped = any(alarm.get("level") in ("stop", "error", "bad") for alarm in run.alarms)
+    level = "warn" if reasons else "good"
+    if non_finite or is_stopped or facts["state"] in BAD_STATES:
+        level = "bad"
+    return {"level": level, "text": _sentence(facts), "against": reasons}
 
 
 def _sentence(facts: Facts) -> str:

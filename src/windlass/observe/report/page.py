@@ -63,17 +63,10 @@ def render_template(template: str, *, scripts: Sequence[str], styles: Sequence[s
     """
     texts = [_read_asset(name) for name in scripts]
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-    page: str = (
-        _environment()
-        .get_template(template)
-        .render(
-            **values,
-            style=Markup("".join(map(_read_asset, styles))),
-            scripts=[Markup(text) for text in texts],
-            allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
-        )
-    )
-    return page
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    style = Markup("".join(map(_read_asset, styles)))
+    page = _environment().get_template(template)
+    return str(page.render(values, style=style, scripts=list(map(Markup, texts)), allowed=allowed))
 
 
 def _read_asset(name: str) -> str:

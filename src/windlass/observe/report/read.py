@@ -1,7 +1,6 @@
 """Read a run folder's files, even partial or damaged ones: use what is there, name what is missing.
 
-Step files can be hundreds of megabytes. Each is read once; of all ranks but the first only sums, medians and thinned
-curves are kept.
+Of all ranks but the first only sums, medians and thinned curves are kept.
 """
 
 import itertools
@@ -9,7 +8,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -65,21 +64,21 @@ class RankData:
 class RunData:
     folder: Path
     name: str
-    first: Columns  # the lowest rank's
-    ranks: dict[int, RankData]
-    cuts: list[int]  # rows of the first rank's steps where the points of a curve begin and end
-    items: list[float]  # tokens, or other counted items, of all ranks, step by step
-    job_rate: list[float]  # the same per second
-    meters: dict[int, dict[str, Any]]
-    events: list[dict[str, Any]]
-    alarms: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
+    rank_count: float  # of the last try: an earlier one may have had more
     files: dict[str, dict[str, Any]]  # plan.json and the others, if present
     absent: list[str]  # what is missing, and why
-    watched: bool  # if true, no logged alarm means that there was none
-    silent_seconds: float  # since the last heartbeat of any rank
-    starting: str  # a sentence if it has not shown a sign of life since it was started or resumed
-    rank_count: float  # of the last try: an earlier one may have had more
+    meters: dict[int, dict[str, Any]]
+    first: Columns = field(default_factory=lambda: Columns(ALL))  # the lowest rank's
+    ranks: dict[int, RankData] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)  # rows of the first rank's steps at which a curve's points begin, end
+    items: list[float] = field(default_factory=list)  # tokens, or other counted items, of all ranks, step by step
+    job_rate: list[float] = field(default_factory=list)  # the same per second
+    events: list[dict[str, Any]] = field(default_factory=list)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    watched: bool = False  # if true, no logged alarm means that there was none
+    silent_seconds: float = NAN  # since the last heartbeat of any rank
+    starting: str = ""  # a sentence if it has not shown a sign of life since it was started or resumed
 
     def get(self, file: str, *path: str) -> Any:
         return get_path(self.files.get(file), *path)
@@ -110,67 +109,47 @@ def read_run(folder: Path, points: int = 480) -> RunData:
     meters = {rank: read_json(folder / run_folder.METER.format(rank=rank)) for rank in paths}
     counts = [as_number(get_path(file, "ranks")) for file in (files.get(run_folder.MANIFEST), *meters.values())]
     rank_count = max(min(paths) + 1, next((count for count in counts if count >= 1), max(paths) + 1))
-    lead: Columns | None = None
-    cuts: list[int] = []
-    items: list[float] = []
-    ranks: dict[int, RankData] = {}
+    run = RunData(folder, folder.resolve().name or str(folder), rank_count, files, absent, meters)
+    first = run.first
     sampled = 0
     for rank, path in paths.items():
         tail = Tail(path)
-        columns = Columns(ALL if lead is None else ("step", *SUMS))
-        sparse = lead is not None and path.stat().st_size > LONG
+        columns = Columns(("step", *SUMS)) if run.ranks else first
+        sparse = bool(run.ranks) and path.stat().st_size > LONG
         for records in tail.chunks([tail.sample_lines(points)] if sparse else None):
             columns.add(records)
         # Scale a sampled rank's counts to the number of steps in its last line.
         scale = columns["step"][-1] / columns.length if sparse and columns.length else 1.0
-        if sparse:
-            sampled += 1
+        sampled += sparse
         if tail.damaged:
             count = "a line" if len(tail.damaged) == 1 else f"{len(tail.damaged)} lines"
             absent.append(f"{count} of {path.name} can't be read, the first is line {tail.damaged[0]}")
-        if lead is None:
-            lead = columns
-            cuts = choose_cuts(columns.length, points)
-        ends = [*(lead["step"][cut] for cut in cuts[:-1]), math.inf]
+        if columns is first:
+            run.cuts = choose_cuts(first.length, points)
+        ends = [*(first["step"][cut] for cut in run.cuts[:-1]), math.inf]
         rank_cuts = [bisect_left(columns["step"], end) for end in ends]  # a killed or sampled rank has fewer steps
-        ranks[rank] = summarize_rank(columns, scale, rank_cuts)
-        if rank < rank_count and not len(lead["job_tokens"]):
-            rank_items = align_column(columns, lead.unit, lead["step"])
-            items = [a + b for a, b in zip(items, rank_items, strict=True)] if items else list(rank_items)
-    assert lead is not None
+        run.ranks[rank] = summarize_rank(columns, scale, rank_cuts)
+        if rank < rank_count and not len(first["job_tokens"]):
+            rank_items = align_column(columns, first.unit, first["step"])
+            run.items = [a + b for a, b in zip(run.items, rank_items, strict=True)] if run.items else list(rank_items)
     if sampled:
         lines = f"step files of more than {LONG >> 20} MiB some lines at {points} places were read"
         absent.append(f"of {sampled} ranks' {lines}: their sums are estimates, and short peaks may be missing")
-    items = list(lead["job_tokens"]) or items
-
-    events = list(Tail(folder / run_folder.EVENTS).objects())
-    alarms = list(Tail(folder / run_folder.ALARMS).objects())
+    run.items = list(first["job_tokens"]) or run.items
+    run.job_rate = [n / s if s > 0 else NAN for n, s in zip(run.items, first["step_seconds"], strict=False)]
+    run.events = list(Tail(folder / run_folder.EVENTS).objects())
+    run.alarms = list(Tail(folder / run_folder.ALARMS).objects())
+    run.samples = list(Tail(folder / run_folder.SAMPLES).objects())
     newest = max((beat["time"] for beat in read_beats(folder).values()), default=NAN)
-    watched = newest == newest or (folder / run_folder.ALARMS).is_file()
-    needed = {
-        run_folder.METER.format(rank=0): any(meters.values()),
-        run_folder.EVENTS: (folder / run_folder.EVENTS).is_file(),
-        run_folder.ALARMS: watched,
-    }
-    return RunData(
-        folder=folder,
-        name=folder.resolve().name or str(folder),
-        first=lead,
-        ranks=ranks,
-        cuts=cuts,
-        items=items,
-        job_rate=[count / s if s > 0 else NAN for count, s in zip(items, lead["step_seconds"], strict=False)],
-        meters={rank: meter for rank, meter in meters.items() if meter},
-        events=events,
-        alarms=alarms,
-        samples=list(Tail(folder / run_folder.SAMPLES).objects()),
-        files=files,
-        absent=absent + [f"{name} is absent" for name, there in needed.items() if not there],
-        watched=watched,
-        silent_seconds=max(time.time() - newest, 0.0) if watched else NAN,
-        starting=describe_start(folder, [newest, *(line.get("time") for line in (*events, *alarms))]),
-        rank_count=rank_count,
-    )
+    run.watched = newest == newest or (folder / run_folder.ALARMS).is_file()
+    meter = run_folder.METER.format(rank=0)
+    has_events = (folder / run_folder.EVENTS).is_file()
+    needed = {meter: any(meters.values()), run_folder.EVENTS: has_events, run_folder.ALARMS: run.watched}
+    absent += [f"{name} is absent" for name, there in needed.items() if not there]
+    run.meters = {rank: meter for rank, meter in meters.items() if meter}
+    run.silent_seconds = max(time.time() - newest, 0.0) if run.watched else NAN
+    run.starting = describe_start(folder, [newest, *(line.get("time") for line in (*run.events, *run.alarms))])
+    return run
 
 
 def summarize_rank(columns: Columns, scale: float, cuts: Sequence[int]) -> RankData:
@@ -179,25 +158,17 @@ def summarize_rank(columns: Columns, scale: float, cuts: Sequence[int]) -> RankD
     for name in (*SUMS, unit):
         values = drop_nan(columns[name])
         stats[name] = Stats(round(len(values) * scale), math.fsum(values) * scale, max(values, default=NAN))
-    return RankData(
-        length=round(columns.length * scale),
-        stats=stats,
-        step_seconds=median(columns["step_seconds"]),
-        per_second=median(columns[per_second]),
-        curves={name: thin_curve(columns[name], cuts) for name in CURVES if len(columns[name])},
-        throttled=[reason for sample in columns.objects["gpu_throttle"].values() for reason in as_list(sample)],
-    )
+    curves = {name: thin_curve(columns[name], cuts) for name in CURVES if len(columns[name])}
+    throttled = [reason for sample in columns.objects["gpu_throttle"].values() for reason in as_list(sample)]
+    medians = (median(columns["step_seconds"]), median(columns[per_second]))
+    return RankData(round(columns.length * scale), stats, *medians, curves, throttled)
 
 
 def align_column(columns: Columns, name: str, by: Sequence[float]) -> Sequence[float]:
     """Return a rank's field at the first rank's steps: a killed rank may have fewer."""
     values = columns[name]
     rank_steps = columns["step"]
-    if not len(values):
-        return [NAN] * len(by)
-    if len(rank_steps) >= len(by) and (not len(by) or (rank_steps[0] == by[0] and rank_steps[len(by) - 1] == by[-1])):
-        return values[: len(by)]
-    at = dict(zip(rank_steps, values, strict=True))
+    at = dict(zip(rank_steps, values, strict=True)) if len(values) else {}
     return [at.get(step, NAN) for step in by]
 
 

@@ -14,6 +14,7 @@ from windlass.observe.report.facts import Facts
 from windlass.runfile.objectives import explain_other_losses
 
 MAX_LETTERS: Final = 40  # of a setting's value in a table
+FIGURES: Final = ("final_loss", "gain", "kept_worse", "steps", "seconds")  # of a run's headline, as they are
 OTHER_ROWS: Final = "evaluated on other rows than most"
 # Of an evaluated set: what is equal only for the same rows.
 SAME_ROWS: Final = ("rows", "tokens", "supervised_tokens", "unigram_loss", "lowest_id", "highest_id")
@@ -58,11 +59,8 @@ class SweepResult:
     def measured(self) -> dict[str, str]:
         """Return what else was measured of at least one trial: the column's name, and the field."""
         fields = {"gain over the base": "gain", "kept sets: worse by": "kept_worse"}
-        return {
-            name: field
-            for name, field in fields.items()
-            if any(getattr(trial, field) is not None for trial in self.trials)
-        }
+        present = {field for trial in self.trials for field in fields.values() if getattr(trial, field) is not None}
+        return {name: field for name, field in fields.items() if field in present}
 
     @property
     def caution(self) -> str:
@@ -100,7 +98,7 @@ class SweepResult:
 
 
 def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
-    """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder."""
+    """Compare a sweep's trials. `runs`: the facts of those that have begun, by folder, as strict JSON."""
     manifest = run_folder.read_manifest(folder)
     settings = manifest.get(run_folder.SWEEP_SETTINGS) or {}
     halved = next(iter(as_dict(manifest.get(run_folder.HALVED)).get("decisions") or []), None)
@@ -112,28 +110,14 @@ def collect_trials(folder: Path, runs: Mapping[Path, Facts]) -> SweepResult:
         facts = runs.get(path)
         head = facts["headline"] if facts else {}
         differs = facts is not None and rows_of[path] is not None and rows_of[path] != usual
-        trials.append(
-            TrialResult(
-                name=path.name,
-                state=facts["state"] if facts else recorded,
-                settings=settings.get(path.name) or {},
-                eval_loss=head.get("least_eval_loss"),
-                final_loss=head.get("final_loss"),
-                gain=finite_or_none(head.get("gain")),
-                kept_worse=finite_or_none(head.get("kept_worse")),
-                steps=head.get("steps"),
-                seconds=head.get("seconds"),
-                note=OTHER_ROWS if differs else "",
-            )
-        )
+        state = facts["state"] if facts else recorded
+        figures: dict[str, Any] = {name: head.get(name) for name in FIGURES}
+        figures |= {"eval_loss": head.get("least_eval_loss"), "note": OTHER_ROWS if differs else ""}
+        trials.append(TrialResult(path.name, state, settings.get(path.name) or {}, **figures))
     trials.sort(key=lambda trial: (bool(trial.note), math.inf if trial.eval_loss is None else trial.eval_loss))
     losses = {trial.name: trial.eval_loss for trial in trials if not trial.note} if halved is None else halved["losses"]
     at = None if halved is None else halved["step"]
     return SweepResult(folder, tuple(trials), tuple(list_effects(trials, losses)), at)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def identify_rows(facts: Facts) -> tuple[Any, ...] | None:

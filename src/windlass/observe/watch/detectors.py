@@ -6,12 +6,12 @@ A rule yields the message of an alarm and the rank it is about; None is the whol
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from windlass.errors import RunError, make_pasteable
 from windlass.observe import steps
@@ -178,6 +178,11 @@ def describe_rows(records: Records) -> str:
 
 
 def loss_divergence(history: History) -> Findings:
+    yield from risen_loss(history)
+    yield from unigram_level(history)
+
+
+def risen_loss(history: History) -> Findings:
     """Find a loss that rose; that of pairs above the first one: few pairs in the wrong order make up most of it."""
     recent = MIN_STEPS if history.pairs else RECENT
     now = history.values("loss", recent)
@@ -291,21 +296,18 @@ def straggler(history: History) -> Findings:
     if len(recent) < MIN_STEPS or len(ranks) < 2:
         return
     step_seconds = median(map(slowest_step, recent))
+
+    def own_seconds(record: Mapping[str, Any], phase: str) -> float:
+        waiting = record.get("wait_seconds") or 0.0 if phase == "forward" else 0.0  # for other ranks
+        return (record.get(f"{phase}_seconds") or 0.0) - waiting
+
     for phase in ("data", "forward", "backward", "optimizer", "other"):
-        by_rank = {rank: median(_own_seconds(records[rank], phase) for records in recent) for rank in ranks}
+        by_rank = {rank: median(own_seconds(records[rank], phase) for records in recent) for rank in ranks}
         worst, seconds, others = find_worst_rank(by_rank)
         if seconds - others > max(history.limits.straggler_share * step_seconds, MIN_DELAY):
             times = f"{seconds:.3g} s, the others {others:.3g} s of a step of {step_seconds:.3g} s"
             yield f"slow in {phase}: {times}", worst
             return
-
-
-def _own_seconds(record: Mapping[str, Any], phase: str) -> float:
-    """Return the time of a phase without waiting for other ranks in it."""
-    seconds: float = record.get(f"{phase}_seconds") or 0.0
-    if phase == "forward":
-        seconds -= record.get("wait_seconds") or 0.0
-    return seconds
 
 
 def memory_growth(history: History) -> Findings:
@@ -408,71 +410,38 @@ def kept_worse(history: History) -> Findings:
 
 # --- the list ---
 
-# What a detector reads.
-STEPS: Final = "steps"
-EVALUATIONS: Final = "evaluations"
-NCCL_LOG: Final = "NCCL's log"
-RUN: Final = "the run itself"
-
 LOOK: Final = "look at these rows: `windlass data RUN --prepared-row 0` shows row 0"
-
-
-class Detector(NamedTuple):
-    """Each kind but `disk` and `failed` is a key of the run file's `watch` section: off, warn, checkpoint or stop."""
-
-    kind: str
-    hint: str
-    rule: Callable[[History], Findings] | None = None  # None: raised elsewhere
-    reads: str = STEPS
-    every_time: bool = False  # log each occurrence; others are logged once in a while
-
-
-DETECTORS: Final = (
-    Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", loss_divergence),
-    Detector("loss_divergence", "lower train.learning_rate, and continue from an earlier checkpoint", unigram_level),
-    Detector(
-        "falling_likelihood",
-        "set dpo.sft_weight: 0.1, a larger dpo.beta or a lower train.learning_rate",
-        falling_likelihood,
-    ),
-    Detector("gradient_spike", f"{LOOK}; lower train.learning_rate if it repeats", gradient_spike, STEPS, True),
-    Detector("non_finite", f"{LOOK}; lower train.learning_rate", non_finite, STEPS, True),
-    Detector(
-        "dead_adapter",
-        "change train.learning_rate, and start again in a new train.output_dir: what was saved since is of no use",
-        dead_adapter,
-    ),
-    Detector(
-        "straggler",
-        "look for other processes or slow storage on this rank's node: `windlass check RUN --here`",
-        straggler,
-    ),
-    Detector("memory_growth", "something keeps tensors from step to step; save before memory ends", memory_growth),
-    Detector("memory_imbalance", "look for other processes on this GPU and for uneven sequences", memory_imbalance),
-    Detector("throughput", "the report shows which phase grew, and on which rank", throughput),
-    Detector("throttling", "check this node's cooling and power supply", throttling),
-    Detector("dead_experts", "lower train.learning_rate; adapters on these experts are not trained", dead_experts),
-    Detector(
-        "eval_loss", "the adapter overfits: take the best checkpoint: `windlass best RUN_DIR`", eval_loss, EVALUATIONS
-    ),
-    Detector(
-        "kept_worse",
-        "take a checkpoint from before: `windlass best RUN_DIR --keep 0.02`; or lower train.learning_rate or lora.r",
-        kept_worse,
-        EVALUATIONS,
-    ),
-    Detector("sockets", "see `windlass check RUN --in-pod`, NCCL_IB_HCA and the pod's RDMA resource", None, NCCL_LOG),
-    Detector("stall", "the stacks of all ranks are in the run folder", None, RUN, True),
-    Detector(
-        "disk", "make room on this storage; `windlass best RUN_DIR` and --resume need the checkpoints", None, RUN, True
-    ),
-    Detector("failed", "", None, RUN, True),
+HINTS: Final = {  # each kind but `disk` and `failed` is a key of the run file's `watch` section
+    "loss_divergence": "lower train.learning_rate, and continue from an earlier checkpoint",
+    "falling_likelihood": "set dpo.sft_weight: 0.1, a larger dpo.beta or a lower train.learning_rate",
+    "gradient_spike": f"{LOOK}; lower train.learning_rate if it repeats",
+    "non_finite": f"{LOOK}; lower train.learning_rate",
+    "dead_adapter": "change train.learning_rate, and start again in a new train.output_dir: "
+    "what was saved since is of no use",
+    "straggler": "look for other processes or slow storage on this rank's node: `windlass check RUN --here`",
+    "memory_growth": "something keeps tensors from step to step; save before memory ends",
+    "memory_imbalance": "look for other processes on this GPU and for uneven sequences",
+    "throughput": "the report shows which phase grew, and on which rank",
+    "throttling": "check this node's cooling and power supply",
+    "dead_experts": "lower train.learning_rate; adapters on these experts are not trained",
+    "eval_loss": "the adapter overfits: take the best checkpoint: `windlass best RUN_DIR`",
+    "kept_worse": "take a checkpoint from before: `windlass best RUN_DIR --keep 0.02`; "
+    "or lower train.learning_rate or lora.r",
+    "sockets": "see `windlass check RUN --in-pod`, NCCL_IB_HCA and the pod's RDMA resource",
+    "stall": "the stacks of all ranks are in the run folder",
+    "disk": "make room on this storage; `windlass best RUN_DIR` and --resume need the checkpoints",
+    "failed": "",
+}
+EVERY_TIME: Final = ("gradient_spike", "non_finite", "stall", "disk", "failed")  # others are logged once in a while
+# Rules by what they read. A rule's name is the kind of its alarms; other kinds are raised elsewhere.
+STEP_RULES: Final = (
+    *(loss_divergence, falling_likelihood, gradient_spike, non_finite, dead_adapter, straggler),
+    *(memory_growth, memory_imbalance, throughput, throttling, dead_experts),
 )
-BY_KIND: Final = {detector.kind: detector for detector in DETECTORS}
+EVALUATION_RULES: Final = (eval_loss, kept_worse)
 
 
 def make_hint(kind: str, folder: Path) -> str:
     """Return a hint for an alarm, with commands that name this run."""
-    hint = BY_KIND[kind].hint if kind in BY_KIND else ""
     run = folder / "run.yaml"  # `windlass submit` puts it there
-    return make_pasteable(hint, RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))
+    return make_pasteable(HINTS.get(kind, ""), RUN_DIR=str(folder), **({"RUN": str(run)} if run.exists() else {}))

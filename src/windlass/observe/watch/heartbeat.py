@@ -1,8 +1,6 @@
 """Heartbeat: a thread in every rank that shows signs of life and writes down why the rank makes no progress.
 
-A rank that waits in a collective holds no GIL, so the thread runs. If something holds the GIL for good, the timer of
-faulthandler, which the thread has set and which needs no GIL, writes the stacks all the same. The other ranks see that
-this one gives no sign of life, and wait for those stacks before they report or leave.
+If something holds the GIL for good, faulthandler's timer, which needs no GIL, writes the stacks (docs/watch.md).
 """
 
 import faulthandler
@@ -38,38 +36,29 @@ class Position:
     progress: object
 
 
+@dataclass(eq=False, repr=False)
 class Heartbeat(threading.Thread):
     """`stalled` is called on one rank only, the lowest live one, once all have had time to write their positions.
 
     leave: called on every rank after that; ends it. flight_recorder: this rank's last collectives.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        ranks: int,
-        stall_seconds: float | None,
-        position: Callable[[], Position],
-        stalled: Callable[[Alarm], None],
-        leave: Callable[[str], None] | None,
-        flight_recorder: Callable[[], Mapping[str, Any]],
-        unwritten: WriteGuard,
-    ) -> None:
+    folder: Path
+    rank: int
+    ranks: int
+    stall_seconds: float | None
+    position: Callable[[], Position]
+    stalled: Callable[[Alarm], None]
+    leave: Callable[[str], None] | None
+    flight_recorder: Callable[[], Mapping[str, Any]]
+    unwritten: WriteGuard
+
+    def __post_init__(self) -> None:
         super().__init__(name="windlass heartbeat", daemon=True)
-        self.folder = folder
-        self.rank = rank
-        self.ranks = ranks
-        self.stall_seconds = stall_seconds
-        self.position = position
-        self.stalled = stalled
-        self.leave = leave
-        self.flight_recorder = flight_recorder
-        self.unwritten = unwritten
-        self.period = min(SLOWEST_BEAT, (stall_seconds or 60.0) / 4)
+        self.period = min(SLOWEST_BEAT, (self.stall_seconds or 60.0) / 4)
         self.over = threading.Event()
-        self.stacks = self.unwritten.open(folder / STACKS.format(rank=rank), "w")
-        self.about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self.stacks = self.unwritten.open(self.folder / STACKS.format(rank=self.rank), "w")
+        self.about = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.stalled_since = ""
 
     def run(self) -> None:

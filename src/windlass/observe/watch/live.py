@@ -73,9 +73,7 @@ class View:
         self.alarms: deque[dict[str, Any]] = deque(maxlen=MAX_ALARMS)
         self.alarm_count = 0
         self.evaluation = ""
-        self.gain = ""  # over the base without an adapter
-        self.preferred = ""
-        self.kept = ""  # what became of the kept sets
+        self.evaluated: list[str] = []  # further lines about it
         self.total = NAN  # steps, as the run counted them
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.seconds: deque[float] = deque(maxlen=20)
@@ -133,12 +131,13 @@ class View:
             if event.get("kind") == "eval" and drop_nan([as_number(event.get("eval_loss"))]):
                 self.evaluation = f"evaluation {event['eval_loss']:.4f} at step {get_number(event, 'step'):.0f}"
                 gain = describe_gain(event.get("eval_gain"))
-                self.gain = f"{'evaluated':10} {gain}" if gain else ""
-                kept = describe_kept(event)
-                self.kept = f"{'kept':10} {kept.removeprefix('kept ')}" if kept else ""
                 share = as_number(event.get("eval_rewards/accuracies"))
+                kept = describe_kept(event)
+                self.evaluated = [f"{'evaluated':10} {gain}"] if gain else []
                 if drop_nan([share]):
-                    self.preferred = f"{'evaluated':10} {share:>10.0%}  chosen answers preferred"
+                    self.evaluated.append(f"{'evaluated':10} {share:>10.0%}  chosen answers preferred")
+                if kept:
+                    self.evaluated.append(f"{'kept':10} {kept.removeprefix('kept ')}")
         self.beats = read_beats(self.folder)
 
     @property
@@ -149,9 +148,12 @@ class View:
     def draw(self, now: float) -> Group:
         """Draw state and time left, curves, a row per rank, symptoms, alarms."""
         plan = read_json(self.folder / run_folder.PLAN)
-        symptoms = [Text(f"note: {symptom}", style="yellow") for symptom in self._find_symptoms(plan)]
+        clipped = self.clipped / self.norms if self.norms else NAN
+        speed = {"step_seconds": median(self.seconds), "gpu_peak_gib": self.peak_gib}
+        symptoms = find_symptoms(self.step, clipped, self.max_grad_norm, self.busiest, plan=plan, **speed)
         head = [*self._draw_state(plan, now), *self._draw_curves()]
-        return Group(*head, self._draw_ranks(now), *symptoms, *self._draw_alarms())
+        notes = [Text(f"note: {symptom}", style="yellow") for symptom in symptoms]
+        return Group(*head, self._draw_ranks(now), *notes, *self._draw_alarms())
 
     @property
     def step(self) -> int:
@@ -192,12 +194,7 @@ class View:
             learning_rate = as_number(first.get("learning_rate"))
             shown = f"{learning_rate:.3g}" if learning_rate == learning_rate else ""  # a script may log none
             yield Text(f"{'rate':10} {shown:>10}  {total:,.0f} {unit}/s  {self.evaluation}")
-        if self.gain:
-            yield Text(self.gain)
-        if self.preferred:
-            yield Text(self.preferred)
-        if self.kept:
-            yield Text(self.kept)
+        yield from map(Text, self.evaluated)
 
     def _draw_ranks(self, now: float) -> Table:
         """Return a table with the slowest ranks."""
@@ -225,27 +222,9 @@ class View:
             beat = self.beats[rank]
             phase = str(beat.get("phase", ""))
             alive = f"{steps.format_clock(max(now - beat['time'], 0))} ago"
-        return [
-            str(rank),
-            f"{get_number(record, 'step'):.0f}",
-            HEADS.get(phase, phase),
-            f"{seconds:.3g}",
-            *shares,
-            f"{memory:.1f}" if memory == memory else "",
-            f"{busy:.0%}" if busy == busy else "",
-            alive,
-        ]
-
-    def _find_symptoms(self, plan: Any) -> list[str]:
-        return find_symptoms(
-            self.step,
-            self.clipped / self.norms if self.norms else NAN,
-            self.max_grad_norm,
-            self.busiest,
-            plan=plan,
-            step_seconds=median(self.seconds),
-            gpu_peak_gib=self.peak_gib,
-        )
+        place = [str(rank), f"{get_number(record, 'step'):.0f}", HEADS.get(phase, phase), f"{seconds:.3g}"]
+        loads = [f"{memory:.1f}" if memory == memory else "", f"{busy:.0%}" if busy == busy else ""]
+        return [*place, *shares, *loads, alive]
 
     def _draw_alarms(self) -> Iterator[Text]:
         if not self.alarm_count:

@@ -4,14 +4,23 @@ import dataclasses
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 from windlass import run_folder
 from windlass.files import append_json_line, read_json
 from windlass.observe.reader import JoinedSteps, Tail, read_kept
-from windlass.observe.watch.detectors import BY_KIND, DETECTORS, EVALUATIONS, STEPS, Alarm, History, Memory, make_hint
+from windlass.observe.watch.detectors import (
+    EVALUATION_RULES,
+    EVERY_TIME,
+    STEP_RULES,
+    Alarm,
+    Findings,
+    History,
+    Memory,
+    make_hint,
+)
 from windlass.observe.watch.prometheus import format_prometheus, serve_metrics
 from windlass.runfile import RunFile, ScriptRun, Watch
 
@@ -53,7 +62,7 @@ def make_environment(environ: Mapping[str, str], job: RunFile | ScriptRun, folde
 class Monitor:
     """Runs the detectors on new records and passes each alarm to `raised`; a repeated one again after QUIET_STEPS.
 
-    Rank 0 also has it as a thread, from `start` to `close`, with the page for Prometheus.
+    Rank 0 also starts its `thread`, which `close` ends, with the page for Prometheus.
     """
 
     def __init__(
@@ -87,9 +96,6 @@ class Monitor:
         if self.limits.prometheus_port is not None:
             self.close_page = serve_metrics(self.limits.prometheus_address, self.limits.prometheus_port, metrics)
 
-    def start(self) -> None:
-        self.thread.start()
-
     def _run(self) -> None:
         while not self.over.wait(EVERY_SECONDS):
             self.check_new_records()
@@ -107,19 +113,17 @@ class Monitor:
     def check_new_records(self) -> None:
         with self.lock:
             for step, records in self.joined.read_new():
-                if step > self.from_step:
-                    self._check_step(step, records)
+                if step <= self.from_step:
+                    continue
+                if not self.history.memory:
+                    self.history.memory = read_memory_limits(self.folder, list(records))
+                self.history.add(step, records)
+                self._run_rules(STEP_RULES, step)
             for event in self.events.objects():
                 if event.get("kind") == "eval":
                     self._check_evaluation(event)
             if self.network and self.limits.sockets != OFF:
                 self._read_nccl_logs()
-
-    def _check_step(self, step: int, records: dict[int, dict[str, Any]]) -> None:
-        if not self.history.memory:
-            self.history.memory = read_memory_limits(self.folder, list(records))
-        self.history.add(step, records)
-        self._run_detectors(STEPS, step)
 
     def _check_evaluation(self, event: Mapping[str, Any]) -> None:
         step = event.get("step")
@@ -129,25 +133,25 @@ class Monitor:
         self.history.evaluations.append((step, float(loss)))
         self.history.kept = read_kept(event, "worse")
         if step > self.from_step:
-            self._run_detectors(EVALUATIONS, step)
+            self._run_rules(EVALUATION_RULES, step)
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Raise an alarm with the action of its kind, unless that is off or it was raised a short while ago."""
         acted_on = alarm.kind in ("non_finite", "failed")  # by the loop itself, or by the failure
         action = alarm.level if acted_on else getattr(self.limits, alarm.kind)
         last = self.last.get((alarm.kind, alarm.rank))
-        is_repeated = last is not None and alarm.step < last + QUIET_STEPS and not BY_KIND[alarm.kind].every_time
+        is_repeated = last is not None and alarm.step < last + QUIET_STEPS and alarm.kind not in EVERY_TIME
         if action == OFF or is_repeated:
             return
         self.last[alarm.kind, alarm.rank] = alarm.step
         self.counts[alarm.kind] += 1
         self.raised(dataclasses.replace(alarm, level=action))
 
-    def _run_detectors(self, reads: str, step: int) -> None:
-        for detector in DETECTORS:
-            if detector.reads == reads and detector.rule and getattr(self.limits, detector.kind) != OFF:
-                for message, rank in detector.rule(self.history):
-                    self.raise_alarm(Alarm(detector.kind, step, message, rank))
+    def _run_rules(self, rules: Iterable[Callable[[History], Findings]], step: int) -> None:
+        for rule in rules:
+            if getattr(self.limits, rule.__name__) != OFF:
+                for message, rank in rule(self.history):
+                    self.raise_alarm(Alarm(rule.__name__, step, message, rank))
 
     def _read_nccl_logs(self) -> None:
         found = {path for folder in self.log_folders for path in folder.glob("nccl-*.log")}
@@ -185,7 +189,7 @@ class ScriptWatch:
 
     def __enter__(self) -> Self:
         self.monitor.serve(self.name)
-        self.monitor.start()
+        self.monitor.thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -193,16 +197,13 @@ class ScriptWatch:
 
     def _on_alarm(self, alarm: Alarm) -> None:
         report_alarm(self.folder, alarm, self.say)
-        if (alarm.level == STOP or self._is_loss_broken(alarm)) and not self.why and not self.monitor.over.is_set():
+        is_stop = alarm.level == STOP
+        if alarm.kind == "non_finite" and self.limits.non_finite == STOP:  # a language model's own loop stops itself
+            records = self.monitor.history.joined[-1].values()
+            is_stop = is_stop or any("loss" in (record.get("non_finite") or ()) for record in records)
+        if is_stop and not self.why and not self.monitor.over.is_set():
             self.why = str(alarm)
             self.stop()
-
-    def _is_loss_broken(self, alarm: Alarm) -> bool:
-        """A language model's own loop stops itself at a loss that is not finite; a script's ranks are stopped here."""
-        if alarm.kind != "non_finite" or self.limits.non_finite != STOP:
-            return False
-        records = self.monitor.history.joined[-1].values()
-        return any("loss" in (record.get("non_finite") or ()) for record in records)
 
 
 def read_memory_limits(folder: Path, ranks: list[int]) -> dict[int, Memory]:

@@ -55,55 +55,48 @@ def merge_pages(pages: Iterable[str]) -> str:
 def serve_metrics(address: str, port: int, text: Callable[[], str]) -> Callable[[], None]:
     """Serve a run's metrics, on one page with those of other runs in this process: trials that train together. Returns
     a function that ends it."""
-    server = SERVERS.get((address, port)) or MetricsServer(address, port)
-    SERVERS[address, port] = server
+    server = SERVERS.get((address, port))
+    if server is None:
+        try:
+            server = SERVERS[address, port] = MetricsServer((address, port), MetricsHandler)
+        except OSError as error:
+            problem = f"can't listen on {address}:{port}: {error.strerror}"
+            raise UserError(problem, "watch.prometheus_port", "choose a free port", "cannot-listen") from None
+        server.texts = []
+        threading.Thread(target=server.serve_forever, name="windlass prometheus", daemon=True).start()
     server.texts.append(text)
 
     def close() -> None:
         server.texts.remove(text)
         if not server.texts:
             del SERVERS[address, port]
-            server.close()
+            server.shutdown()
+            server.server_close()
 
     return close
 
 
-class MetricsServer:
-    """Serves `/metrics` from its own thread."""
+class MetricsServer(ThreadingHTTPServer):
+    texts: list[Callable[[], str]]
 
-    def __init__(self, address: str, port: int) -> None:
-        self.texts: list[Callable[[], str]] = []
-        texts = self.texts
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path.split("?")[0] == "/metrics":
-                    status = 200
-                    body = merge_pages([text() for text in [*texts]]).encode()
-                else:
-                    status = 404
-                    body = b"see /metrics\n"
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+class MetricsHandler(BaseHTTPRequestHandler):
+    server: MetricsServer
 
-            def log_message(self, *_: Any) -> None:
-                """Log nothing for scrapes."""
+    def do_GET(self) -> None:
+        status = 404
+        body = b"see /metrics\n"
+        if self.path.split("?")[0] == "/metrics":
+            status = 200
+            body = merge_pages([text() for text in [*self.server.texts]]).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        try:
-            self.server = ThreadingHTTPServer((address, port), Handler)
-        except OSError as error:
-            problem = f"can't listen on {address}:{port}: {error.strerror}"
-            raise UserError(problem, "watch.prometheus_port", "choose a free port", "cannot-listen") from None
-        self.thread = threading.Thread(target=self.server.serve_forever, name="windlass prometheus", daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join(5)
+    def log_message(self, *_: Any) -> None:
+        """Log nothing for scrapes."""
 
 
 SERVERS: Final[dict[tuple[str, int], MetricsServer]] = {}

@@ -28,10 +28,7 @@ SCRIPT_STALL_SECONDS: Final = 300.0  # for a script that sets none: half of torc
 class RunWatch:
     """Watches a training loop: `with RunWatch(...) as watch`. Alarms are logged, printed, and acted on by all ranks.
 
-        watch.start(done, max_steps)
-        for ...:
-            total = all_reduce(watch.request)   # summed over the ranks, with the step's other sums
-            save = watch.act(total)             # all ranks alike; raises AlarmError if the run must stop
+    Each step sums `request` over the ranks, and passes the sum to `act`.
 
     say: prints, on rank 0. report: writes the run's page. on_stall: called on each rank before a stall ends it.
     """
@@ -94,7 +91,7 @@ class RunWatch:
         self.monitor.history.max_steps = max_steps
         self.heartbeat.start()
         if self.rank == 0:
-            self.monitor.start()
+            self.monitor.thread.start()
 
     def act(self, total: float) -> bool:
         """Act on the all-reduced `request`; return whether to save a checkpoint. Raise AlarmError to stop."""
