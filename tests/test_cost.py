@@ -25,7 +25,7 @@ from windlass.plan import memory, operators
 from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.memory import dequantized_bytes
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.plan.workload import AdaptedModule, ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -56,17 +56,12 @@ def train(
         if read_kind(run, overrides) == "script":
             overrides.append("layout.ranks=null")
     words = [str(run), *(word for value in overrides for word in ("--override", value))]
-    words += option_words("--accelerate", accelerate)
+    words += option_words({"--accelerate": accelerate})
+    options = {"--debug-freq": debug_freq, "--resume": resume, "--allow-other-base": allow_other_base}
     wait_seconds = read_wait_seconds(os.environ)
     job = take_job(os.environ)
     started = RankCommand(
-        [
-            "train",
-            *words,
-            *option_words("--debug-freq", debug_freq),
-            *option_words("--resume", resume),
-            *option_words("--allow-other-base", allow_other_base),
-        ],
+        ["train", *words, *option_words(options)],
         os.environ,
         print_error,
         job,

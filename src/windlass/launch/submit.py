@@ -13,7 +13,7 @@ from windlass.launch.platforms import kubernetes, local, openshift, runai, scrip
 from windlass.plan import Plan
 from windlass.plan.finished import describe_finished, has_finished, require_own_folder
 from windlass.plan.script import AnyPlan
-from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
+from windlass.runfile import RunFile, ScriptRun, read_any
 from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
 
@@ -152,12 +152,6 @@ def choose_job_folder(run: RunFile | ScriptRun, to: str, out: Path | None = None
     return folder if to in ("script", "slurm") or folder.exists() or mounted else elsewhere
 
 
-def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
-    """Return the folder with this run's submission record."""
-    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai", "skypilot")]
-    return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
-
-
 def find_submission(
     run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
 ) -> tuple[Platform, JobRecord]:
@@ -168,7 +162,9 @@ def find_submission(
         hint = "name the run file, or the folder that its train.output_dir names"
         raise UserError("no such run file or run folder", str(run), hint, "no-such-file")
     loaded = read_any(run, override)
-    return open_record(find_record_folder(loaded, out), Path(loaded.run.folder), say)
+    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai", "skypilot")]
+    folder = next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
+    return open_record(folder, Path(loaded.run.folder), say)
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, JobRecord]:

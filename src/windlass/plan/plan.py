@@ -17,14 +17,12 @@ from windlass.model import Base
 from windlass.model.targets import Adapter
 from windlass.plan.cost import BatchSize, Cost
 from windlass.plan.layout import Layout
-from windlass.plan.rows import Counts
-from windlass.plan.schedule import Schedule, make_schedule
+from windlass.plan.rows import Counts, Schedule, make_schedule
 from windlass.plan.search import Candidate, Contenders, Search
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.together import Group
 from windlass.runfile import Loaded, RunFile
-from windlass.runfile.halving import Halving, list_halvings, share_of_steps
-from windlass.runfile.sweep import Trial
+from windlass.runfile.sweep import Halving, Trial, list_halvings, share_of_steps
 
 BY_STEP = ("steps", "evaluations", "checkpoints")  # of a run's seconds
 CANDIDATE_FIGURES = (
@@ -87,22 +85,18 @@ class Plan:
 
     @property
     def trial(self) -> Trial | None:
-        """What makes this run a trial of a sweep."""
         return self.loaded.trial
 
     @property
     def where(self) -> Where:
-        """Return the function that names the place of a run file's key."""
         return self.loaded.where
 
     @property
     def file(self) -> Path:
-        """Return the run file."""
         return self.loaded.path
 
     @property
     def folder(self) -> Path:
-        """Return the run folder."""
         return Path(self.run.folder)
 
     @property
@@ -184,19 +178,17 @@ class Plan:
         return None if self.hours is None else self.hours * self.layout.ranks
 
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
-        """Return the GPU-hours of the same run under another layout."""
         readers = other.layout.readers
         schedule = make_schedule(self.run.train, other.cost.batch, readers, self.adapter, self.counts)
         seconds = self._seconds(other.cost, readers, schedule)
         return None if seconds is None else sum(seconds.values()) * other.layout.ranks / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of `windlass plan --json` and plan.json."""
+        """Return the JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
         return describe_plan(self)
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON. Its keys are an interface: add, never rename."""
     base = plan.base
     cost = plan.cost
     return {
@@ -265,7 +257,6 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def describe_trials(trials: tuple[Plan, ...]) -> list[dict[str, Any]]:
-    """Return the trials of a sweep with their figures."""
     return [
         {
             "name": trial.trial.name if trial.trial else "",

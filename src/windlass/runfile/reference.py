@@ -53,7 +53,6 @@ def list_alternatives(annotation: Any) -> list[Any]:
 
 
 def find_section(annotation: Any) -> Root | None:
-    """Return the section that an annotation stands for, if any."""
     found = (o for o in list_alternatives(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
     return next(found, None)
 
@@ -102,13 +101,11 @@ def list_keys(root: Root = RunFile) -> tuple[str, ...]:
 
 
 def find_owners(key: str, root: Root = RunFile) -> list[str]:
-    """Return paths that end in this key."""
     return [path for path in list_fields(root) if path.rpartition(".")[2] == key]
 
 
 @cache
 def list_documented() -> dict[str, Key]:
-    """Return the paths of both kinds of run file."""
     return {
         **list_fields(RunFile),
         **{path: key for path, key in list_fields(ScriptRun).items() if path.startswith("script")},
@@ -256,9 +253,8 @@ def read_preset(preset: str = "mistral-small-4") -> str:
     texts = read_presets()
     if preset not in texts:
         near = find_close_names(preset, texts) or texts
-        raise UserError(
-            f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}", "no-such-preset"
-        )
+        what = f"there is no preset {preset!r}"
+        raise UserError(what, "windlass init", f"choose {', '.join(near)}", "no-such-preset")
     return texts[preset]
 
 

@@ -26,7 +26,7 @@ from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.plan.finished import has_finished, require_own_folder
 from windlass.plan.script import AnyPlan, ScriptPlan
-from windlass.ranks.interfaces import list_choices
+from windlass.ranks.place import list_choices
 from windlass.runfile import Loaded, RunFile
 from windlass.variables import find_unread
 
@@ -56,7 +56,6 @@ TOKEN_BYTES = 8  # per token in the token cache: an id, and whether the loss is 
 
 
 def check_machine(c: Context) -> list[Result]:
-    """Check this machine, without a plan as far as possible."""
     gpus = hardware.read_gpus()
     results = [
         *check_limits(c, hardware.read_this_machine()),
@@ -163,8 +162,7 @@ def check_interfaces(c: Context) -> list[Result]:
         title = f"interface {choice.variable}"
         shown = ", ".join(f"{name} {address}" for name, address in choice.addresses)
         problem = choice.problem
-        seen = f"{choice.pattern}: {shown}"
-        results.append(failed(title, problem, hint) if problem else passed(title, seen))
+        results.append(failed(title, problem, hint) if problem else passed(title, f"{choice.pattern}: {shown}"))
     return results
 
 
@@ -379,7 +377,6 @@ def try_folder(folder: Path) -> str:
 
 
 def check_run_folder(c: Context) -> Result:
-    """Check the run folder, which all nodes share."""
     folder = Path(c.loaded.run.folder)
     where = c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():

@@ -41,7 +41,6 @@ IGNORED = {
 
 
 def list_scheduler_keys(job: Job) -> Iterator[str]:
-    """Yield the settings that need a scheduler: there is none here."""
     if keys := [key for key in SCHEDULED if key in job.cluster.changed]:
         yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
 

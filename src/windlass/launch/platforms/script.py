@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.errors import Problem, UserError
-from windlass.launch.job import Job, JobRecord, keep_record
+from windlass.launch.job import Job, JobRecord, keep_record, render_launch_sh
 from windlass.launch.platforms import local
-from windlass.launch.script import render_launch_sh
 
 
 def review(job: Job) -> Iterator[Problem | str]:
@@ -17,7 +16,6 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def files(job: Job) -> dict[str, str]:
-    """Return all files that a node needs, for one folder."""
     return {"launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 
