@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
-
-from windlass.launch.submit import render
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, render
 
 CPU = ("cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.host_memory_gib=4000")
 TWO = (*CPU[:1], "cluster.nodes=2", *CPU[2:], "cluster.network=ethernet-25")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, render
 from refusals import refused
 from text_run import make_text_run
 
@@ -21,7 +21,7 @@ from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import submit as submitting
 from windlass.launch.platforms import slurm
-from windlass.launch.submit import open_record, render
+from windlass.launch.submit import open_record
 from windlass.plan import Plan
 
 IMAGE = "cluster.image=registry.example/team/windlass:1"

@@ -311,7 +311,7 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
         pairs = product(sizes.lengths, sizes.heads)
         rates[key] = measure.measure_attention(device, dtype, pairs, sizes.attention_tokens, backward=backward)
     rates |= measure_host_rates(device)
-    rates["sync_seconds"] = measure.measure_sync(device)
+    rates["sync_seconds"] = measure.time_call(torch.zeros(1, device=device).item, device)
     states.append(reference())
     rates["storage_gb_per_second"] = measure_storage(storage, sizes.storage_bytes) if local == 0 else None
     everyone: list[Any] = [None] * world

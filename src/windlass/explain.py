@@ -49,7 +49,10 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
         rows += _find_in_run(run, rows)
     if name in LAYOUTS:
         rows.append(ExplainedKey("layout", name, "", "", LAYOUTS[name]))
-    rows += _answer_question(name)
+    words = set(re.split(r"[\s?,]+", name.lower()))  # any word of a question
+    for topic, question in load_questions().items():
+        if words & {topic, *question["names"].split()}:
+            rows += [ExplainedKey("question", topic, "", "", line) for line in question["answer"]]
     if not rows:
         raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name), "unknown-key")
     return tuple(rows)
@@ -58,14 +61,6 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
 @cache
 def load_questions() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
-
-def _answer_question(name: str) -> Iterator[ExplainedKey]:
-    """Yield the answers to a question, by any word of it."""
-    words = set(re.split(r"[\s?,]+", name.lower()))
-    for topic, question in load_questions().items():
-        if words & {topic, *question["names"].split()}:
-            yield from (ExplainedKey("question", topic, "", "", line) for line in question["answer"])
 
 
 def _suggest(name: str) -> str:

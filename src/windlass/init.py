@@ -6,7 +6,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,16 +45,16 @@ TEMPORARY: Final = re.compile(r"/\S+/run\.yaml:\d+: ")  # a place in a draft's f
 HINTED: Final = re.compile(r"data\.(turns|tools|reasoning|template_kwargs): (\{[^{}]*\}|\w+)")
 
 
+@dataclass
 class Draft:
     """Settings by key, each with its reason, and warnings."""
 
-    def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
-        self.settings = settings
-        self.warnings = list[str]()
-        self.ranks = 1
-        self.has_ranks = False  # whether it will have so many
-        self.fixed = frozenset[str]()  # keys that the user has set
-        self.sample: DataSample | None = None  # of its rows, once it is drawn
+    settings: dict[str, tuple[Any, str]]
+    warnings: list[str] = field(default_factory=list)
+    ranks: int = 1
+    has_ranks: bool = False  # whether it will have so many
+    fixed: frozenset[str] = frozenset()  # keys that the user has set
+    sample: DataSample | None = None  # of its rows, once it is drawn
 
     def set(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key that the user hasn't set."""

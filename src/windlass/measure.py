@@ -117,11 +117,6 @@ def measure_copy(device: torch.device, size: int) -> float:
     return size / time_call(lambda: target.copy_(source, non_blocking=True), device) / 1e9
 
 
-def measure_sync(device: torch.device) -> float:
-    x = torch.zeros(1, device=device)
-    return time_call(x.item, device)
-
-
 def measure_collectives(
     device: torch.device, group: ProcessGroup | None, fabric: str, per_node: int, large_bytes: int
 ) -> list[Collective]:

@@ -122,8 +122,7 @@ def open_subject(
     batch, _ = draft.settings["train.global_batch_size"]
 
     def load(others: str | None) -> Loaded:
-        changed = Draft(dict(draft.settings))
-        changed.fixed = draft.fixed
+        changed = Draft(dict(draft.settings), fixed=draft.fixed)
         if others:
             set_machine(changed, others)
             changed.set("train.global_batch_size", round_to_ranks(batch, changed.ranks))

@@ -21,7 +21,7 @@ from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.ranks.job import GRACE, JOB, LOG_FORMAT, NODES, RANKS_PER_NODE
 from windlass.runfile import ScriptRun
-from windlass.runfile.machines import GRACE_SECONDS, PLATFORM_SECTIONS, Cluster, Secret
+from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.runfile.rows import is_template
 from windlass.runfile.values import Section
 from windlass.variables import DEFAULTS, variables
@@ -393,11 +393,3 @@ def list_refused_keys(job: Job, name: str, refused: Mapping[str, str], what: str
     for key, hint in refused.items():
         if key in section.changed:
             yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint, "not-on-platform")
-
-
-def list_other_sections(cluster: Cluster, platform: str) -> Iterator[str]:
-    """Yield a note for each section of another platform: a run file may describe several."""
-    for name in dict.fromkeys(PLATFORM_SECTIONS.values()):
-        keys = getattr(cluster, name).changed
-        if keys and name != PLATFORM_SECTIONS.get(platform):
-            yield f"cluster.{name} has no effect on platform {platform}: {', '.join(sorted(keys))}"

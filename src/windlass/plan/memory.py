@@ -434,12 +434,14 @@ class Tokens:
 
     @classmethod
     def of(cls, work: Workload) -> Tokens:
+        # Fused norms keep their input as it comes. Those of families without counts may not be fused.
+        fused = not work.separate and work.shape.base.family.model_type in load_operators()["fused"]
         return cls(
             count=work.tokens,
             width=work.width,
             cast=work.casts_inputs,
             inputs=work.input_width,
-            norm=max(work.base_bytes, work.width) if fuses_norms(work) else FLOAT,
+            norm=max(work.base_bytes, work.width) if fused else FLOAT,
             mask=1.0 if work.dropout else 0.0,
             dora=work.dora,
             heads=work.shape.heads,
@@ -463,11 +465,6 @@ class Tokens:
     def rows(self) -> float:
         """Return the rows per token at the experts."""
         return self.top_k * self.surplus
-
-
-def fuses_norms(work: Workload) -> bool:
-    """Return whether norms keep their input as it comes. Those of families without counts may not be fused."""
-    return not work.separate and work.shape.base.family.model_type in load_operators()["fused"]
 
 
 def layer_bytes(layer: Layer, t: Tokens) -> float:

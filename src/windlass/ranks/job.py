@@ -38,10 +38,6 @@ class LaunchedJob:
     json_log: bool
 
 
-def read_wait_seconds(environ: MutableMapping[str, str]) -> float:
-    return float(environ.get(WAIT) or USUAL_WAIT_SECONDS)
-
-
 def take_job(environ: MutableMapping[str, str]) -> LaunchedJob | None:
     """Return the job that launch.sh describes, and remove its variables: what this process starts is no node."""
     if JOB not in environ:

@@ -1,5 +1,4 @@
-"""How fast each GPU is, compared with its kind and the others, and how fast the nodes exchange data: a short all-reduce of
-each pair and of all, over the backend that training uses."""
+"""How fast each GPU computes, and how fast the nodes exchange data: pairs and all of them, as training does."""
 
 import contextlib
 import datetime

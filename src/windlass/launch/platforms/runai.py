@@ -100,7 +100,6 @@ def list_options(job: Job) -> Iterator[Option]:
         if value:
             yield "", option, value, {path: value} if path else {}
     yield from _list_resources(job)
-    yield from _list_volumes(job)
     yield from _list_placement(job)
     yield from _list_lifetime(job)
     yield from _list_variables(job)
@@ -128,9 +127,6 @@ def _list_resources(job: Job) -> Iterator[Option]:
     if job.cluster.large_shm:
         why = "ranks of one node exchange data through /dev/shm"
         yield why, "large-shm", "", {"compute.largeShmRequest": True}
-
-
-def _list_volumes(job: Job) -> Iterator[Option]:
     for volume in job.cluster.volumes:
         (key, name), *_ = volume.sources.items()
         option, section, parts, fields = VOLUMES[key]
