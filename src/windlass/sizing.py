@@ -257,7 +257,6 @@ def read_prices(path: Path) -> dict[str, float]:
 
 
 def compare_gpus(subject: Subject, prices: dict[str, float] | None = None) -> Comparison:
-    """Plan the run on every kind and number of GPUs."""
     plans: dict[str, Plan] = {}
     impossible: dict[str, str] = {}
     too_small = []

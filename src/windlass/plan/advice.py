@@ -1,7 +1,5 @@
 """Advice on a plan: changes that would make the run faster, and settings that are probably not intended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What has finished: refused to be trained again, or its run file changed to evaluate its adapters again. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress

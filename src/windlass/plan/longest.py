@@ -57,7 +57,6 @@ def find_longest_rows(plan: Plan) -> list[LongestRow]:
 
 
 def find_planned_longest_row(plan: Plan) -> LongestRow:
-    """Return the longest row of the plan's own layout."""
     return _find_longest_row(plan, plan.layout.name, plan.layout)
 
 

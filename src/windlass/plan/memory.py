@@ -625,7 +625,6 @@ def _pin(size: int) -> int:
 
 
 def _pinned_bytes(work: Workload) -> float:
-    """Return the bytes of the base that one rank pins."""
     shard = work.layout.shard
     split = work.layout.expert_parallel
 

@@ -75,8 +75,8 @@ class Search:
                 candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
 
         # Possible and fitting layouts first, then by GPU-hours per token: more nodes must pay off.
-        gpu_seconds = {id(c): c.layout.ranks / c.cost.tokens_per_second for c in candidates}
-        return tuple(sorted(candidates, key=lambda c: (bool(c.why_not), not c.cost.fits, gpu_seconds[id(c)])))
+        candidates.sort(key=lambda c: (bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second))
+        return tuple(candidates)
 
 
 def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candidate, Contenders]:
@@ -101,9 +101,8 @@ def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candida
     for way in [way for way in ways if way.activation_checkpointing == ways[-1].activation_checkpointing]:
         best, contenders = choose(search, way, place, search.work.splits)
         if best.cost.fits:
-            return _explain_way(
-                best, request, way, f"rows are split over {best.layout.context_parallel} GPUs"
-            ), contenders
+            parts = f"rows are split over {best.layout.context_parallel} GPUs"
+            return _explain_way(best, request, way, parts), contenders
     return first, contenders
 
 
@@ -201,7 +200,6 @@ def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLay
 
 
 def list_impossible(request: Layout, experts: int) -> dict[str, str]:
-    """Return the layouts that are impossible on the run's nodes, and why."""
     variants = _list_variants(replace(_leave_open(request), base_dtype=request.base_dtype or "bf16"), experts)
     return {title: why_not for title, why_not, _ in variants if why_not}
 

@@ -1,7 +1,5 @@
 """The plan of a sweep: that of its largest trial, with the plans of all trials on one layout."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -105,7 +105,6 @@ def split(members: Sequence[Member], reasons: dict[str, str], size: int) -> list
 
 
 def price_group(members: Sequence[Member], reasons: dict[str, str]) -> Group:
-    """Return a group with its time and memory."""
     names = tuple(member.name for member in members)
     alone = [None if member.steps is None else member.steps * member.cost.step_seconds for member in members]
     seconds_alone = None if None in alone else sum(filter(None, alone))

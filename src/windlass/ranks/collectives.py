@@ -1,7 +1,5 @@
 """Collectives over Python objects, and errors that all ranks raise together. A single process is a group of one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta

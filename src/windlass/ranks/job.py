@@ -1,7 +1,5 @@
 """What launch.sh tells `windlass train` about the job that it is part of, and its log as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

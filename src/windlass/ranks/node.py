@@ -1,7 +1,5 @@
 """This node of a job: it joins the others, checks, starts its ranks, and tells the others how it ended. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

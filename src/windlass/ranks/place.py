@@ -3,8 +3,6 @@
 A wrong NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME hangs without a message.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence

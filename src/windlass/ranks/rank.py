@@ -1,7 +1,5 @@
 """This process as one rank of a run: its number, the status it reports, how signals and errors end it. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -5,8 +5,6 @@ gathers every node's results over it; `windlass train` runs it next to the ranks
 uses only the standard library, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

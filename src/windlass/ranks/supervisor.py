@@ -1,7 +1,5 @@
 """Start this machine's ranks as processes, signal them, wait for them, and explain why they failed. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -152,11 +152,10 @@ def read_accelerate(
     """Read Accelerate settings. `refuse=False` keeps refused keys as entries, so that they can be explained."""
     problems: list[Problem] = []
     entries = _read_file(path, problems) if path else []
-    settings_of_launcher = (
-        _read_value(key, text, f"accelerate launch: {variable}", variable, problems)
-        for key, text, variable in read_launcher_settings(environ)
-    )
-    launched = [entry for entry in settings_of_launcher if entry]
+    launched = []
+    for key, text, variable in read_launcher_settings(environ):
+        entry = _read_value(key, text, f"accelerate launch: {variable}", variable, problems)
+        launched += [entry] if entry else []
     for entry in (*entries, *launched):
         if refuse and entry.verdict.word == REFUSED:
             text = f"{entry.value} is refused: {entry.verdict.because}"

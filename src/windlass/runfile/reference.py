@@ -249,7 +249,6 @@ def read_presets() -> dict[str, str]:
 
 
 def read_preset(preset: str = "mistral-small-4") -> str:
-    """Return the text of a preset."""
     texts = read_presets()
     if preset not in texts:
         near = find_close_names(preset, texts) or texts

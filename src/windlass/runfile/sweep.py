@@ -168,7 +168,6 @@ def _check_shape(sweep: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
 
 
 def _check_key(key: str, place: str) -> Problem | None:
-    """Return what is wrong with a key of a sweep."""
     key = RENAMED.get(key, key)
     if "." not in key and find_annotation((key,)) is not None and not why_shared(key):
         hint = f"write keys in full: `{key}.KEY: [A, B]`"

@@ -270,7 +270,6 @@ def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
 
 
 def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> Result:
-    """Check that the GPU is the one for which the plan was made."""
     planned = plan.machine.gpu
     others = []
     for gpu in gpus:

@@ -1,8 +1,6 @@
 """A run on this machine without a platform: it replaces this process, is observed by its run folder, and is
 stopped by a signal."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A script for each node, started by hand or by a scheduler that windlass doesn't know."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path

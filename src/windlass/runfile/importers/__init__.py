@@ -142,7 +142,6 @@ def render_run_file(imported: ImportedRun) -> str:
 
 
 def list_no_effect(imported: ImportedRun) -> str:
-    """Return their keys that have no effect here, by reason."""
     by_reason: dict[str, list[str]] = {}
     for key, why in imported.no_effect.items():
         by_reason.setdefault(why, []).append(key)

@@ -133,7 +133,6 @@ def set_objective(
 
 
 def resolve_conflicts(imported: ImportedRun) -> None:
-    """Resolve settings that rule each other out."""
     settings = imported.settings
     if "train.objective" in settings:
         for key in ("data.packing", "data.turns", "data.completion_only_loss", "data.text_field"):
