@@ -35,7 +35,7 @@ from windlass.model import find_base
 from windlass.model.targets import resolve_adapter
 from windlass.plan.cost import BatchSize, Workload, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.traffic import estimate_traffic
+from windlass.plan.step_time import estimate_traffic
 from windlass.ranks.collectives import get_rank, get_world_size
 from windlass.runfile import Lora
 from windlass.train.collate import Collate

@@ -39,7 +39,7 @@ from windlass.model import targets as adapters
 from windlass.plan import memory
 from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.plan.step_time import AHEAD, StepTime, estimate_time
 from windlass.plan.workload import ModelShape
 from windlass.runfile import Lora

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass import plan as planning
+from windlass.launch import submit
+from windlass.launch.job import build_job
 from windlass.plan import Plan
+from windlass.plan.script import AnyPlan
 from windlass.runfile import read_run_file
 from windlass.runfile.accelerate import load_accelerate
 
@@ -25,6 +28,13 @@ def client_model(path: str) -> Any:
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "mistral-small-4"
+
+
+def render(plan: AnyPlan, to: str, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> dict[str, str]:
+    """Render all files of one platform, or raise with everything that is wrong."""
+    job = build_job(plan, overrides=overrides, accelerate=accelerate)
+    submit.review(job, to)
+    return submit.PLATFORMS[to].files(job)
 
 
 def in_pods(*settings: str) -> tuple[str, ...]:

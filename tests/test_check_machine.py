@@ -19,7 +19,7 @@ from windlass.launch.job import build_job
 from windlass.launch.submit import submit
 from windlass.plan import Plan, make_plan
 from windlass.plan.script import AnyPlan, make_any_plan
-from windlass.ranks.interfaces import list_choices, match_interfaces
+from windlass.ranks.place import list_choices, match_interfaces
 from windlass.run_folder import FAILED, FINISHED, MANIFEST, update_manifest
 from windlass.runfile import read_any, read_run_file
 from windlass.start import leave_finished

@@ -21,7 +21,7 @@ from test_launch_rendezvous import meet
 from text_run import make_text_run
 
 from windlass.hardware import interpolate
-from windlass.launch.check import IN_POD, CheckReport, bandwidth, machine, nodes, speed
+from windlass.launch.check import IN_POD, CheckReport, bandwidth, machine, nodes
 from windlass.launch.check.results import FAIL, PASS, SKIPPED, WARN, Context, Result, failed, passed
 from windlass.plan import Plan, make_plan
 from windlass.ranks.place import Node
@@ -59,26 +59,26 @@ def named(results: Sequence[Result], name: str) -> Result:
 
 def test_a_slow_gpu_is_named_with_its_node(plan: Plan) -> None:
     rates = plan.machine.rates
-    usual = interpolate(rates.products["bfloat16"], speed.SIDE, speed.SIDE)
+    usual = interpolate(rates.products["bfloat16"], bandwidth.SIDE, bandwidth.SIDE)
     sound = {"products": usual, "memory": rates.memory_gb_per_second, "host link": rates.host_link_gb_per_second}
     fast = {what: 1.05 * rate for what, rate in sound.items()}
 
     def found(*by_node: dict[str, dict[str, float]]) -> Result:
-        return speed.check_gpu_speed(plan, by_node, NAMES[: len(by_node)])
+        return bandwidth.check_gpu_speed(plan, by_node, NAMES[: len(by_node)])
 
     two = {"GPU 0": sound, "GPU 1": fast}
     assert found(two, two).verdict == PASS
-    for what, unit in speed.UNITS.items():
+    for what, unit in bandwidth.UNITS.items():
         slow = found(two, {"GPU 0": fast, "GPU 1": {**sound, what: 0.6 * sound[what]}})
         assert (slow.verdict, f"node 1 GPU 1: {what}" in slow.seen, unit in slow.seen) == (WARN, True, True)
         assert "node 0" not in slow.seen
     alone = found({"GPU 0": {what: 0.6 * rate for what, rate in sound.items()}})
-    assert alone.seen.count("60% of h200 by data sheet") == len(speed.UNITS)
+    assert alone.seen.count("60% of h200 by data sheet") == len(bandwidth.UNITS)
     # Faster than its data sheet, but not as fast as the others.
     rich = {what: 1.4 * rate for what, rate in sound.items()}
     assert "node 2 GPU 0: memory" in found({"GPU 0": rich}, {"GPU 0": rich}, {"GPU 0": sound}).seen
     assert found({}, {}).verdict == SKIPPED
-    assert all({*each} == {*speed.UNITS} for each in speed.measure_gpus().values())
+    assert all({*each} == {*bandwidth.UNITS} for each in bandwidth.measure_gpus().values())
 
 
 @pytest.mark.fault("a GPU that is full or broken", "`windlass check`", "GPU 3: CUDA error: an illegal memory access")
@@ -96,7 +96,7 @@ def test_a_full_or_broken_gpu_fails_the_check_and_keeps_the_report(plan: Plan, m
     monkeypatch.setattr(torch, "randn", full)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    (here,) = speed.check_here(c)
+    (here,) = bandwidth.check_here(c)
     assert (here.verdict, here.seen) == (FAIL, "GPU 0: CUDA out of memory.; GPU 1: CUDA out of memory.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     broken, skipped = meet(2, measures)[0]

@@ -13,7 +13,7 @@ from windlass.errors import UserError
 from windlass.files import read_json, write_json
 from windlass.plan import Plan, make_plan
 from windlass.runfile import RunFile, read_run_file
-from windlass.runfile.resumed import FREE
+from windlass.runfile.recorded import FREE
 from windlass.train.checkpoint.resume import describe_run, require_same_run
 
 RESUME = "train run.yaml --resume"

@@ -25,7 +25,7 @@ from windlass.model.targets import resolve_adapter
 from windlass.plan import memory, operators
 from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.plan.workload import AdaptedModule, ModelShape
 from windlass.runfile import Lora
 

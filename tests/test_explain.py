@@ -169,7 +169,7 @@ def test_examples_are_of_keys_and_accepted(tmp_path: Path) -> None:
             if line.startswith("example: --override "):
                 read_run_file(tmp_path / "run.yaml", [word for word in shlex.split(line)[1:] if word != "--override"])
     for path in known:
-        lines = reference.describe(path)
+        lines = [*reference.describe(path)]
         if not lines[1].startswith("keys: "):
             assert [line for line in lines if line.startswith("example: ")], path
 

@@ -40,7 +40,6 @@ from windlass.model.files import DIGEST, PUBLISHED, read_header
 from windlass.model.wrapped import outer_name, rename_keys
 from windlass.plan.layout import Layout
 from windlass.run_folder import BASE_MODEL, DATA
-from windlass.settings import FOUR_BITS
 from windlass.train.checkpoint.folder import find_best, list_checkpoints, seal_checkpoint
 from windlass.train.load import load_base
 from windlass.train.logits import compute_logits, find_rows, open_adapter

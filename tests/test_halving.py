@@ -15,7 +15,7 @@ from windlass.plan import make_plan
 from windlass.run_folder import FAILED, FINISHED, list_trials, log_event
 from windlass.runfile import read_run_file
 from windlass.runfile.fields import Sweep
-from windlass.runfile.halving import Halving, list_halvings, share_of_steps
+from windlass.runfile.sweep import Halving, list_halvings, share_of_steps
 from windlass.sweep.halving import has_reached, read_loss
 from windlass.train.checkpoint.folder import prune_checkpoints
 

@@ -18,7 +18,7 @@ import kubernetes_validate
 import pytest
 import warm
 import yaml
-from launch_jobs import EXAMPLES, FULL, GOLDEN, ROOT, SITE, calls, compared, environ, example, plan_of, program
+from launch_jobs import EXAMPLES, FULL, GOLDEN, ROOT, SITE, calls, compared, environ, example, plan_of, program, render
 from refusals import refused
 from text_run import make_text_run
 
@@ -27,7 +27,7 @@ from windlass.errors import RunError, UserError
 from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
 from windlass.launch.platforms import kubectl, local
-from windlass.launch.submit import open_record, render
+from windlass.launch.submit import open_record
 from windlass.plan import Plan
 from windlass.ranks.rank import read_start_time
 from windlass.runfile import machines, read_run_file

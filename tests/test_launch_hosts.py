@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from launch_hosts import Hosts, hosts, why_not
-from launch_jobs import environ, plan_of, wait_for
+from launch_jobs import environ, plan_of, render, wait_for
 from text_run import make_text_run
-
-from windlass.launch.submit import render
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.xdist_group("hosts")]
 

@@ -11,14 +11,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_jobs import EVERY, EXAMPLES, FULL, SITE, client_model, compared, example, lost, plan_of, workload_of
+from launch_jobs import EVERY, EXAMPLES, FULL, SITE, client_model, compared, example, lost, plan_of, render, workload_of
 from refusals import refused
 
 from windlass import run_folder
 from windlass.errors import UserError
 from windlass.launch.job import JobVariable, build_job
 from windlass.launch.platforms import kubernetes, pod, runai
-from windlass.launch.submit import render
 from windlass.runfile.machines import Volume
 
 SCHEMA = "1.36"

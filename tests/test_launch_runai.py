@@ -8,14 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import EVERY, EXAMPLES, FULL, SITE, calls, client_model, environ, example, lost, plan_of, program
+from launch_jobs import (
+    EVERY,
+    EXAMPLES,
+    FULL,
+    SITE,
+    calls,
+    client_model,
+    environ,
+    example,
+    lost,
+    plan_of,
+    program,
+    render,
+)
 from refusals import refused
 
 from windlass.errors import RunError, UserError
 from windlass.launch import submit as submitting
 from windlass.launch.job import build_job
 from windlass.launch.platforms import runai
-from windlass.launch.submit import render
 
 DISTRIBUTED = "runai.models.distributed_creation_request.DistributedCreationRequest"
 TRAINING = "runai.models.training_creation_request.TrainingCreationRequest"

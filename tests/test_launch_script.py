@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, wait_for
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, render, wait_for
 
 from windlass.launch.submit import render
 

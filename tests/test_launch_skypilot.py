@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_jobs import EXAMPLES, calls, environ, plan_of, program, wait_for
+from launch_jobs import EXAMPLES, calls, environ, plan_of, program, render, wait_for
 from ports import free_port
 from refusals import refused
 from text_run import make_text_run
@@ -20,7 +20,7 @@ from windlass import run_folder
 from windlass.errors import RunError
 from windlass.files import read_json_lines
 from windlass.launch import submit as submitting
-from windlass.launch.submit import open_record, render
+from windlass.launch.submit import open_record
 
 SKYPILOT = Path(os.environ.get("WINDLASS_SKYPILOT", ".venv/skypilot")).absolute()
 READ = """

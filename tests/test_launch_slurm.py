@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, wait_for
+from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, render, wait_for
 from refusals import refused
 from text_run import make_text_run
 
@@ -19,7 +19,7 @@ from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch import submit as submitting
 from windlass.launch.platforms import slurm
-from windlass.launch.submit import open_record, render
+from windlass.launch.submit import open_record
 from windlass.plan import Plan
 
 IMAGE = "cluster.image=registry.example/team/windlass:1"

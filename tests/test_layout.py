@@ -11,8 +11,7 @@ from refusals import refused
 from windlass.errors import Problem, raise_all
 from windlass.model.family import Family
 from windlass.plan.cost import BatchSize, Cost
-from windlass.plan.layout import LAYOUTS, OPEN, Layout, list_divisors, resolve_layout, rule_out_layouts
-from windlass.plan.request import read_request
+from windlass.plan.layout import LAYOUTS, OPEN, Layout, list_divisors, read_request, resolve_layout, rule_out_layouts
 from windlass.plan.search import Candidate, choose_layout, list_impossible, list_layouts, list_named_layouts
 from windlass.plan.validate import check_wrapped_layers
 from windlass.runfile import Loaded, read_run_file

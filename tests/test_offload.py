@@ -18,9 +18,8 @@ from windlass import tiny
 from windlass.plan import Plan, make_plan
 from windlass.plan.longest import find_planned_longest_row
 from windlass.plan.memory import list_training_moments
-from windlass.plan.step_time import estimate_time
+from windlass.plan.step_time import INPUTS, estimate_time
 from windlass.plan.sweep import _set_layout
-from windlass.plan.traffic import INPUTS
 from windlass.runfile import read_run_file
 from windlass.runfile.accelerate import read_accelerate
 from windlass.runfile.importers import import_file

@@ -22,9 +22,7 @@ from windlass.data.reading import RowCount
 from windlass.data.select import RowSet
 from windlass.plan import Plan, make_plan
 from windlass.plan.cost import HEADROOM, BatchSize
-from windlass.plan.padding import RowLengths
-from windlass.plan.rows import Counts, DataSample, SplitSample
-from windlass.plan.schedule import make_schedule
+from windlass.plan.rows import Counts, DataSample, RowLengths, SplitSample, make_schedule
 from windlass.plan.search import EQUAL, drop_dominated, is_same_layout
 from windlass.plan.show import format_rough, print_plan
 from windlass.runfile import Data, Train, read_run_file
@@ -181,7 +179,7 @@ AUTO = ("train.per_device_train_batch_size=auto", "train.gradient_checkpointing=
 def test_auto_takes_the_fastest_that_fits_and_that_training_can_run() -> None:
     made = planned("train")
     able = [c for c in made.contenders if c.cost.fits and c.here and not c.why_not]
-    assert made.cost.step_seconds <= EQUAL * min(c.seconds for c in able)
+    assert made.cost.step_seconds <= EQUAL * min(c.cost.step_seconds for c in able)
     # By the plan's own figures this is the fastest of all on four nodes and on two of eight.
     for made in (of_train("cluster.nodes=4", compare=True), planned("2x8")):
         assert (made.layout.name, made.layout.reshard_after_forward) == ("expert-parallel", False)
@@ -206,7 +204,7 @@ def test_layout_without_headroom_is_skipped_and_named() -> None:
     resident = next(c for c in tight.contenders if c.name == "resident, FP8")
     assert resident.cost.fits
     assert not resident.cost.has_headroom
-    assert resident.seconds < tight.cost.step_seconds
+    assert resident.cost.step_seconds < tight.cost.step_seconds
     assert "resident, FP8 would be faster, but leaves less than 5% of the GPU free" in tight.layout.reason
     assert tight.cost.gpu_gib <= tight.machine.gpu.memory_gib * (1 - HEADROOM)
     forced = of_train("lora.experts=true", "lora.lora_dropout=0", "layout.name=resident")
@@ -416,7 +414,7 @@ def test_every_compared_layout_equals_its_own_plan(
         again = make_plan(written, compare=bool(overrides))  # which changes nothing of the plan itself
         assert is_same_layout(again.layout, row.layout)
         assert again.batch == row.cost.batch
-        assert again.cost.step_seconds == pytest.approx(row.seconds), row.name
+        assert again.cost.step_seconds == pytest.approx(row.cost.step_seconds), row.name
         assert again.cost.gpu_gib == pytest.approx(row.cost.gpu_gib)
         assert again.gpu_hours == pytest.approx(made.estimate_gpu_hours(row))
         # Other numbers of nodes take the nearest global batch that their ranks can share.
@@ -424,7 +422,7 @@ def test_every_compared_layout_equals_its_own_plan(
     for c in made.contenders:
         if c.here and not c.why_not and c not in rows:
             better = [o.cost for o in rows if o.layout.name == c.layout.name]
-            assert any(o.gpu_gib <= c.cost.gpu_gib and o.step_seconds <= c.seconds for o in better)
+            assert any(o.gpu_gib <= c.cost.gpu_gib and o.step_seconds <= c.cost.step_seconds for o in better)
 
 
 # Runs that do not fit, and what they are told.

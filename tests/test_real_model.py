@@ -15,6 +15,7 @@ from peft import PeftModel
 from test_train import Outcomes
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from windlass.serve.share import fit_slope
 
 from windlass.data.prepare import prepare_data
 from windlass.export import export
@@ -24,7 +25,6 @@ from windlass.model import read_base
 from windlass.plan import make_plan
 from windlass.plan.finished import load_finished_run
 from windlass.runfile import read_run_file
-from windlass.serve.share import fit_slope
 from windlass.settings import FOUR_BITS
 from windlass.train.batches import make_validation_batches
 from windlass.train.checkpoint.snapshot import load_adapter

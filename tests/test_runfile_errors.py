@@ -177,35 +177,12 @@ def test_bad_settings(problems: Problems) -> None:
         assert hint in problem.hint, text
 
 
-MOVED = """
-cluster:
-  platform: slurm
-  queue: gpu
-  project: research
-  node_selector: {a: b}
-  tolerations: [{key: a}]
-"""
-
-
-def test_former_keys_of_cluster_are_answered_with_their_place(problems: Problems) -> None:
-    """On the chosen platform, or else on each that has it; the last hint is the whole section."""
-    partition, account, selector, tolerations = problems(MOVED)
-    assert (partition.where, partition.problem) == ("F:4: cluster.queue", "it is cluster.slurm.partition now")
-    assert account.hint == "below `cluster:` write  slurm: {partition: gpu, account: research}"
-    assert selector.problem == "it is cluster.kubernetes.node_selector now"
-    assert selector.hint == "on platform slurm, write cluster.slurm.sbatch: {constraint: FEATURE}"
-    assert tolerations.problem == "it is cluster.kubernetes.tolerations or cluster.runai.tolerations now"
-    assert tolerations.hint == "below `cluster:` write  kubernetes: {tolerations: [{key: a}]}"
-    (found,) = problems("cluster: {priority_class: a}", "cluster.platform=openshift")
-    assert found.problem == "it is cluster.kubernetes.priority_class now"
-    (found,) = problems("cluster: {platform: runai}", "cluster.user.uid=5")
-    assert (found.where, found.hint) == ("--override cluster.user.uid=5", "--override cluster.runai.user.uid=5")
+def test_a_platforms_key_outside_of_its_section_is_answered_with_its_place(problems: Problems) -> None:
+    queue, affinity = problems("cluster:\n  queue: gpu\n  affinity: {a: b}\n")
+    assert (queue.where, queue.hint) == ("F:2: cluster.queue", "write cluster.kubernetes.queue")
+    assert affinity.hint == "write cluster.kubernetes.affinity"
     (found,) = problems("cluster: {platform: slurm}", "cluster.sbatch={mem: 0}")
-    assert found.hint == "--override 'cluster.slurm.sbatch={mem: 0}'"
-    assert {row.name for row in explain_topic("cluster.queue")} >= {
-        "cluster.kubernetes.queue",
-        "cluster.slurm.partition",
-    }
+    assert (found.code, found.hint) == ("unknown-key", "write cluster.slurm.sbatch")
 
 
 def test_a_hint_to_explain_names_a_key_that_explain_knows(problems: Problems) -> None:

@@ -20,7 +20,7 @@ import torch
 import warm
 import yaml
 from chromium import PROGRAM, Chromium
-from launch_jobs import environ
+from launch_jobs import environ, render
 from refusals import refused
 from script_ranks import DEAF, DIVERGES_SAVES, FAILS, LOOP, SAVES, SLOW, STALLS
 
@@ -29,7 +29,6 @@ from windlass.errors import RunError, UserError
 from windlass.files import read_json_lines
 from windlass.launch.job import build_job
 from windlass.launch.platforms import kubernetes
-from windlass.launch.submit import render
 from windlass.meter import StepProfiler
 from windlass.observe import report
 from windlass.observe.watch.prometheus import format_prometheus

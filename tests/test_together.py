@@ -44,7 +44,7 @@ from windlass.observe.steps import KEPT
 from windlass.plan import Plan, make_plan
 from windlass.plan import together as plan_together
 from windlass.plan.cost import estimate_cost
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.run_folder import FAILED, FINISHED, STOPPED, list_trials
 from windlass.runfile import read_run_file
 from windlass.sweep import sliced_experts, slices, together

@@ -22,10 +22,10 @@ from typing import Any
 from windlass import hardware, run_folder, tiny
 from windlass.errors import RunError, UserError
 from windlass.files import read_json, read_json_lines
-from windlass.hardware import Collective, Rates
+from windlass.hardware import Rates
 from windlass.observe.format import format_plural
 from windlass.plan import make_plan
-from windlass.plan.machine import own_machine_file, write_machine
+from windlass.plan.machine import build_rates, own_machine_file, write_machine
 from windlass.ranks import supervisor
 from windlass.ranks.place import LAUNCHERS, Node, translate_launcher
 from windlass.runfile import read_run_file
@@ -57,21 +57,16 @@ def calibrate(
     under_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys()
     if under_torchrun and not gpus and int(environ["WORLD_SIZE"]) > 1:
         hint = f"`windlass calibrate --ranks {environ['LOCAL_WORLD_SIZE']}`, without a launcher"
-        raise UserError(
-            "a launcher started several ranks, but a CPU's are started here",
-            "windlass calibrate",
-            hint,
-            "started-by-launcher",
-        )
+        what = "a launcher started several ranks, but a CPU's are started here"
+        raise UserError(what, "windlass calibrate", hint, "started-by-launcher")
     if under_torchrun:
         count = int(environ["LOCAL_WORLD_SIZE"])
     count = count or len(gpus) or 1
     most = len(gpus) or os.cpu_count() or 1
     if count > most:
         name = "GPUs" if gpus else "processors"
-        raise UserError(
-            f"{count} ranks, but this machine has {most} {name}", "--ranks", f"give at most {most}", "too-many-ranks"
-        )
+        text = f"{count} ranks, but this machine has {most} {name}"
+        raise UserError(text, "--ranks", f"give at most {most}", "too-many-ranks")
     path = out or own_machine_file(kind, count)
     began = time.monotonic()
     if not under_torchrun:
@@ -101,7 +96,6 @@ def _gpu_kind(name: str) -> str:
 
 
 def print_rates(content: Mapping[str, Any]) -> None:
-    """Print what was measured, in a dozen lines."""
     rates = content["rates"]
     conditions = content["conditions"]
     machine = f"{content['ranks']} x {content['kind']}"
@@ -218,13 +212,11 @@ def _train(run: Path, environ: Mapping[str, str]) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("hint:")]
         last = lines[-1].strip() if lines else f"exit code {done.returncode}"
-        raise RunError(
-            f"its training run failed: {last}", "windlass calibrate", "try --ranks 1, then more", "run-failed"
-        )
+        what = f"its training run failed: {last}"
+        raise RunError(what, "windlass calibrate", "try --ranks 1, then more", "run-failed")
 
 
 def _children_seconds() -> float:
-    """Return the processor's seconds of all processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -250,25 +242,14 @@ def _start_ranks(count: int, storage: Path, environ: Mapping[str, str]) -> dict[
 
 def _combine_rates(measured: Mapping[str, Any], kind: str, count: int) -> Rates:
     """Return measured rates with their range."""
-    rates = dict(measured["rates"])
-    rates["collectives"] = tuple(Collective(**values) for values in rates["collectives"])
-    for name in ("grouped", "attention", "attention_backward"):
-        rates[name] = tuple(map(tuple, rates[name]))
-    rates["products"] = {dtype: tuple(map(tuple, points)) for dtype, points in rates["products"].items()}
+    basis = f"calibrated on {count} x {kind}, {measured['conditions']['date']}"
     spread = measured["conditions"]["spread"]
     low, high = RANGES["cuda"]
-    return Rates(
-        **rates,
-        basis=f"calibrated on {count} x {kind}, {measured['conditions']['date']}",
-        low=low / (1 + spread),
-        high=high * (1 + spread),
-    )
+    return build_rates({**measured["rates"], "basis": basis, "low": low / (1 + spread), "high": high * (1 + spread)})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that are measured."""
-
     rows: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096, 16384)
     widths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192)
     lengths: tuple[int, ...] = (128, 512, 2048, 8192)
@@ -330,7 +311,7 @@ def measure_on_rank(storage: Path, sizes: Sizes = Sizes()) -> dict[str, Any] | N
         pairs = product(sizes.lengths, sizes.heads)
         rates[key] = measure.measure_attention(device, dtype, pairs, sizes.attention_tokens, backward=backward)
     rates |= measure_host_rates(device)
-    rates["sync_seconds"] = measure.measure_sync(device)
+    rates["sync_seconds"] = measure.time_call(torch.zeros(1, device=device).item, device)
     states.append(reference())
     rates["storage_gb_per_second"] = measure_storage(storage, sizes.storage_bytes) if local == 0 else None
     everyone: list[Any] = [None] * world

@@ -52,9 +52,7 @@ def make_phrases() -> list[tuple[str, str]]:
 
 def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
     """Write `model/`, `data/` and `run.yaml` into `directory`; returns the run file. Nothing there is overwritten.
-
-    `calibrated`: the run is to be planned with the machine file that the caller writes there.
-    """
+    `calibrated`: the run is to be planned with the machine file that the caller writes there."""
     from windlass import tiny
 
     run = directory / "run.yaml"
@@ -77,9 +75,8 @@ def make_demo(directory: Path, *, calibrated: bool = False) -> Path:
         filled = text.format(machine=machine, **{name: json.dumps(str(path)) for name, path in places.items()})
         run.write_text(filled, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", str(directory), "give another --dir", "unwritable"
-        ) from None
+        what = f"cannot be written: {error.strerror}"
+        raise UserError(what, str(directory), "give another --dir", "unwritable") from None
     return run
 
 

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from windlass.errors import UserError
 from windlass.plan.layout import LAYOUTS
 from windlass.runfile.accelerate import ANY, TRANSLATED, find_key, load_key_table, read_accelerate
-from windlass.runfile.moved import find_new_places
 from windlass.runfile.names import NOT_TAKEN, OTHER_NAMES, RENAMED
 from windlass.runfile.read import read_any
 from windlass.runfile.reference import describe, find_item_annotation, format_value, list_documented
@@ -34,8 +33,6 @@ STYLES = {"honoured": "green", "translated": "cyan", "no effect": "yellow", "ref
 
 @dataclass(frozen=True, slots=True)
 class ExplainedKey:
-    """One line of an explanation."""
-
     kind: str  # of KINDS
     name: str
     value: str  # the value that the line is about; empty: any
@@ -52,7 +49,10 @@ def explain_topic(name: str, run: Path | None = None) -> tuple[ExplainedKey, ...
         rows += _find_in_run(run, rows)
     if name in LAYOUTS:
         rows.append(ExplainedKey("layout", name, "", "", LAYOUTS[name]))
-    rows += _answer_question(name)
+    words = set(re.split(r"[\s?,]+", name.lower()))  # any word of a question
+    for topic, question in load_questions().items():
+        if words & {topic, *question["names"].split()}:
+            rows += [ExplainedKey("question", topic, "", "", line) for line in question["answer"]]
     if not rows:
         raise UserError(f"unknown setting {name!r}", "windlass explain", _suggest(name), "unknown-key")
     return tuple(rows)
@@ -63,16 +63,7 @@ def load_questions() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _answer_question(name: str) -> Iterator[ExplainedKey]:
-    """Yield the answers to a question, by any word of it."""
-    words = set(re.split(r"[\s?,]+", name.lower()))
-    for topic, question in load_questions().items():
-        if words & {topic, *question["names"].split()}:
-            yield from (ExplainedKey("question", topic, "", "", line) for line in question["answer"])
-
-
 def _suggest(name: str) -> str:
-    """Return a hint with the nearest known names."""
     keys = [*list_documented(), *RENAMED]
     names = [*(key for section in load_key_table().spelled.values() for key in section), *list_documented()]
     names += [*(path.rpartition(".")[2] for path in keys), *NOT_TAKEN, *LAYOUTS]
@@ -109,15 +100,13 @@ def _explain_run_keys(name: str) -> Iterator[ExplainedKey]:
 
 
 def _find_keys(path: str) -> list[str]:
-    """Return the key of this path, else a former key's new places, else all whose last part it is, else its mapping."""
+    """Return the key of this path, else all whose last part it is, else its mapping."""
     documented = list_documented()
     if path in documented:
         return [path]
     if path.lower() in TOPICS:
         return TOPICS[path.lower()]
-    keys = find_new_places(path.removeprefix("cluster.")) or [
-        key for key in documented if key.rpartition(".")[2] == path
-    ]
+    keys = [key for key in documented if key.rpartition(".")[2] == path]
     parent = path.rpartition(".")[0]
     if not keys and parent in documented and find_item_annotation(documented[parent][1].annotation, dict):
         return [parent]  # such as one variable of cluster.env

@@ -21,10 +21,8 @@ DUPLICATES = ("consolidated*", "original/*", "*.bin", "*.gguf", "*.onnx*")
 
 
 def fetch_run(run: RunFile, where: Where, say: Callable[[str], None], *, headers_only: bool = False) -> dict[str, Path]:
-    """Local folders of the model and the data, fetched where they are named by hub id; safe to repeat, anywhere.
-
-    With `headers_only` what a plan needs of the model, a few MB, and no data.
-    """
+    """Local folders of the model and the data, fetched where they are named by hub id; safe to repeat, anywhere. With
+    `headers_only` what a plan needs of the model, a few MB, and no data."""
     folders = {}
     name = run.model.model_name_or_path
     if Path(name).expanduser().exists() or not HUB_NAME.fullmatch(name):

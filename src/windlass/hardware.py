@@ -125,8 +125,6 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of one run."""
-
     gpu: Gpu
     link: Fabric  # between GPUs of one node
     network: Fabric  # between nodes, per NIC
@@ -290,12 +288,8 @@ def find_gpu(name: str | Mapping[str, Any], where: str = "cluster.gpu") -> Gpu:
     key = re.sub(r"^((nvidia|amd)-)?((instinct|tesla|geforce)-)?", "", key)
     figures = f"cluster.gpu: {{{', '.join(f'{figure}: …' for figure in FIGURES)}}}"
     if "-mig-" in key:  # the nearest row would be that of all of the GPU
-        raise UserError(
-            f"{name!r} is a part of a GPU, which no table has",
-            where,
-            f"give the part's figures: {figures}",
-            "part-of-gpu",
-        )
+        what = f"{name!r} is a part of a GPU, which no table has"
+        raise UserError(what, where, f"give the part's figures: {figures}", "part-of-gpu")
     counted = re.fullmatch(r"(\d+)-?x?-?([a-z].*)", key)
     if counted and counted[2] in {*GPUS, *ALIASES} and key not in {*GPUS, *ALIASES}:
         hint = f"write cluster.gpu: {counted[2]} and cluster.gpus_per_node: {counted[1]}"
@@ -322,18 +316,12 @@ def _find(
         return key
     close = difflib.get_close_matches(key, [*known, *aliases], 3, 0.6)
     nearest = "nearest: " + ", ".join(close) if close else "known: " + ", ".join(known)
-    raise UserError(
-        f"the {kind} {name!r} is not in the table",
-        where,
-        f"{nearest}; or give its figures in the run file: {figures}",
-        "unknown-hardware",
-    )
+    what = f"the {kind} {name!r} is not in the table"
+    raise UserError(what, where, f"{nearest}; or give its figures in the run file: {figures}", "unknown-hardware")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """This machine's hardware, as far as this process may use it."""
-
     gpus: tuple[GpuReading, ...]
     cpus: int
     memory_gib: float  # the smaller of the machine's and the control group's
@@ -362,9 +350,8 @@ def parse_gpus(text: str, where: str) -> tuple[int, int, str]:
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(\d*[a-z].*|\d{4})", text.strip().lower().replace("×", "x"))
     counts = [int(count) for count in match.groups()[:2] if count] if match else [0]
     if match is None or 0 in counts:
-        raise UserError(
-            f"{text!r} is not a number of GPUs", where, "write 8xh200, or 2x8xh200 for two nodes", "not-gpu-count"
-        )
+        what = f"{text!r} is not a number of GPUs"
+        raise UserError(what, where, "write 8xh200, or 2x8xh200 for two nodes", "not-gpu-count")
     nodes, per_node = [1, 1, *counts][-2:]
     return nodes, per_node, find_gpu(match[3], where).name
 
@@ -428,8 +415,6 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All GPUs of this machine, or why there are none."""
-
     gpus: tuple[GpuReading, ...] = ()
     error: str = ""
     driver: str | None = None

@@ -6,7 +6,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,16 +45,16 @@ TEMPORARY: Final = re.compile(r"/\S+/run\.yaml:\d+: ")  # a place in a draft's f
 HINTED: Final = re.compile(r"data\.(turns|tools|reasoning|template_kwargs): (\{[^{}]*\}|\w+)")
 
 
+@dataclass
 class Draft:
     """Settings by key, each with its reason, and warnings."""
 
-    def __init__(self, settings: dict[str, tuple[Any, str]]) -> None:
-        self.settings = settings
-        self.warnings = list[str]()
-        self.ranks = 1
-        self.has_ranks = False  # whether it will have so many
-        self.fixed = frozenset[str]()  # keys that the user has set
-        self.sample: DataSample | None = None  # of its rows, once it is drawn
+    settings: dict[str, tuple[Any, str]]
+    warnings: list[str] = field(default_factory=list)
+    ranks: int = 1
+    has_ranks: bool = False  # whether it will have so many
+    fixed: frozenset[str] = frozenset()  # keys that the user has set
+    sample: DataSample | None = None  # of its rows, once it is drawn
 
     def set(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key that the user hasn't set."""
@@ -89,7 +89,57 @@ def draft_run(
 ) -> Draft:
     """Choose what fits the data, the model and the machines. Without data: for rows of `data.max_length` tokens."""
     with name_options(overrides):
-        return _draft(model, data, gpus, say, columns, overrides)
+        base = find_base(model, "--model")
+        made = Draft(
+            {
+                "model.model_name_or_path": (model, ""),
+                "lora.r": (16, ""),
+                "lora.lora_alpha": (32, ""),
+                "lora.lora_dropout": (0.0, ""),
+                "lora.target_modules": ("all-linear", ""),
+                "data.dataset_name_or_path": (data or "no-data", ""),
+                "data.val_fraction": (HELD_OUT, "held out to evaluate on"),
+                "data.max_length": (LONGEST, ""),
+                "data.packing": (True, "short rows share a sequence and can't attend to each other"),
+                "train.output_dir": ("run", ""),
+                "train.num_train_epochs": (1, ""),
+                "train.per_device_train_batch_size": ("auto", "the fastest that fits"),
+                "train.global_batch_size": (ANY_RANKS, "sequences per optimizer step"),
+                "train.gradient_checkpointing": (False, "it fits without"),
+                "train.learning_rate": (2e-4, ""),
+                "train.lr_scheduler_type": ("cosine", ""),
+                "train.logging_steps": (1, ""),
+                "train.resume": ("auto", "the same command resumes after an interruption"),
+                "layout.name": ("auto", "the fastest that fits"),
+            }
+        )
+        set_machine(made, gpus)
+        if columns is not None:
+            try:
+                named = yaml.safe_load(columns)
+            except yaml.YAMLError:
+                named = None
+            if not isinstance(named, dict):
+                hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
+                raise UserError(f"{columns!r} is not a mapping", "--columns", hint, "not-a-mapping")
+            made.set("data.columns", named)
+        settings = parse_settings(overrides)
+        made.settings |= {key: (value, "") for key, value in settings.items()}
+        made.fixed = frozenset(settings)
+        if settings.get("train.objective", "sft") != "sft":
+            _prefer(made)
+        _leave_out_unserved(made, base)
+        if data is None:
+            nothing = RowSet("data", made.load().run.data, str)
+            made.sample = DataSample([SplitSample(nothing, RowCount(None, NO_DATA))], [], None)
+            made.set("train.global_batch_size", round_to_ranks(USUAL_BATCH, made.ranks))
+        else:
+            made.sample = _sample(made, base, say)
+            raise_all(check_rows(made.sample))
+            _follow_data(made, base, made.sample)
+        plan = _fit_memory(made)
+        _set_rhythm(made, plan, made.sample)
+        return made
 
 
 @contextmanager
@@ -114,67 +164,6 @@ def name_options(overrides: Sequence[str]) -> Iterator[None]:
             text = TEMPORARY.sub("", problem.problem)
             problems.append(replace(problem, problem=text, where=where, hint=hint))
         raise UserError.of(problems) from None
-
-
-def _draft(
-    model: str,
-    data: str | None,
-    gpus: str | None,
-    say: Callable[[str], None],
-    columns: str | None,
-    overrides: Sequence[str],
-) -> Draft:
-    base = find_base(model, "--model")
-    made = Draft(
-        {
-            "model.model_name_or_path": (model, ""),
-            "lora.r": (16, ""),
-            "lora.lora_alpha": (32, ""),
-            "lora.lora_dropout": (0.0, ""),
-            "lora.target_modules": ("all-linear", ""),
-            "data.dataset_name_or_path": (data or "no-data", ""),
-            "data.val_fraction": (HELD_OUT, "held out to evaluate on"),
-            "data.max_length": (LONGEST, ""),
-            "data.packing": (True, "short rows share a sequence and can't attend to each other"),
-            "train.output_dir": ("run", ""),
-            "train.num_train_epochs": (1, ""),
-            "train.per_device_train_batch_size": ("auto", "the fastest that fits"),
-            "train.global_batch_size": (ANY_RANKS, "sequences per optimizer step"),
-            "train.gradient_checkpointing": (False, "it fits without"),
-            "train.learning_rate": (2e-4, ""),
-            "train.lr_scheduler_type": ("cosine", ""),
-            "train.logging_steps": (1, ""),
-            "train.resume": ("auto", "the same command resumes after an interruption"),
-            "layout.name": ("auto", "the fastest that fits"),
-        }
-    )
-    set_machine(made, gpus)
-    if columns is not None:
-        try:
-            named = yaml.safe_load(columns)
-        except yaml.YAMLError:
-            named = None
-        if not isinstance(named, dict):
-            hint = "name the format's columns and yours: --columns '{prompt: question, completion: answer}'"
-            raise UserError(f"{columns!r} is not a mapping", "--columns", hint, "not-a-mapping")
-        made.set("data.columns", named)
-    settings = parse_settings(overrides)
-    made.settings |= {key: (value, "") for key, value in settings.items()}
-    made.fixed = frozenset(settings)
-    if settings.get("train.objective", "sft") != "sft":
-        _prefer(made)
-    _leave_out_unserved(made, base)
-    if data is None:
-        nothing = RowSet("data", made.load().run.data, str)
-        made.sample = DataSample([SplitSample(nothing, RowCount(None, NO_DATA))], [], None)
-        made.set("train.global_batch_size", round_to_ranks(USUAL_BATCH, made.ranks))
-    else:
-        made.sample = _sample(made, base, say)
-        raise_all(check_rows(made.sample))
-        _follow_data(made, base, made.sample)
-    plan = _fit_memory(made)
-    _set_rhythm(made, plan, made.sample)
-    return made
 
 
 def round_to_ranks(sequences: int, ranks: int) -> int:

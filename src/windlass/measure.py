@@ -112,30 +112,16 @@ def measure_memory(device: torch.device, elements: int) -> float:
 
 
 def measure_copy(device: torch.device, size: int) -> float:
-    """Return GB/s from pinned host memory to the GPU."""
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return size / time_call(lambda: target.copy_(source, non_blocking=True), device) / 1e9
 
 
-# --- the host ------------------
-
-
-def measure_sync(device: torch.device) -> float:
-    x = torch.zeros(1, device=device)
-    return time_call(x.item, device)
-
-
-# --- between ranks ------------------
-
-
 def measure_collectives(
     device: torch.device, group: ProcessGroup | None, fabric: str, per_node: int, large_bytes: int
 ) -> list[Collective]:
-    """Measure all kinds over one group, with all of its ranks; the slowest rank counts.
-
-    `per_node`: how many of its ranks are on a node, for a fabric between nodes.
-    """
+    """Measure all kinds over one group, with all of its ranks; the slowest rank counts. `per_node`: how many of its
+    ranks are on a node, for a fabric between nodes."""
     ranks = dist.get_world_size(group)
     collectives = []
     for kind in KINDS:

@@ -3,7 +3,7 @@
 import math
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +32,6 @@ COUNTS: Final = ("1x1", "1x2", "1x4", "1x8", "2x8", "3x8", "4x8")  # nodes x GPU
 # AMD's are in the table, and training expects NVIDIA's.
 KINDS: Final = tuple(name for name, gpu in hardware.GPUS.items() if name != "cpu" and not gpu.link.startswith("xgmi"))
 TOKENS: Final = 512  # of a row, if there is neither data nor --tokens
-
-
-# --- what is planned ------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ def open_subject(
 ) -> Subject | None:
     """Open what `windlass plan` is given with these options; None for a run file that is planned as it is."""
     model = find_model(name)
-    _refuse_options(name, gpus, options, is_model=model is not None)
+    raise_all([*_find_misplaced_options(name, gpus, options, is_model=model is not None)])
     if model is None and gpus is None and "--longest" not in options:
         return None
     file = load_accelerate(accelerate)
@@ -111,7 +108,29 @@ def open_subject(
     if gpus is None and not options.get("--data"):
         hint = "--gpus 4xl40s, --gpus 2x8xh100 for two nodes, or --gpus all to compare every kind"
         raise UserError("no GPUs to plan it for", f"windlass plan {name}", hint, "no-gpus")
-    return _open_model(name, model, gpus, options, overrides, file, say)
+    GIVEN.clear()  # there is no run file that hints could name
+    data = options.get("--data")
+    tokens = options.get("--tokens")
+    settings = [*overrides]
+    if not data:
+        settings.insert(0, f"data.max_length={TOKENS}")
+    if tokens:
+        settings.append(f"data.max_length={tokens}")
+    draft = draft_run(model, data, f"8x{KINDS[0]}" if gpus == ALL else gpus, say, None, settings)
+    if (gpus == ALL or "--longest" in options) and "train.gradient_checkpointing" not in draft.fixed:
+        del draft.settings["train.gradient_checkpointing"]
+    batch, _ = draft.settings["train.global_batch_size"]
+
+    def load(others: str | None) -> Loaded:
+        changed = Draft(dict(draft.settings), fixed=draft.fixed)
+        if others:
+            set_machine(changed, others)
+            changed.set("train.global_batch_size", round_to_ranks(batch, changed.ranks))
+        return changed.load(file, settings if file else ())
+
+    for warning in draft.warnings if data else ():
+        say(f"warning: {warning}")
+    return Subject(name, load, find_base(model, "windlass plan"), draft)
 
 
 # Options that only a model takes, and what does the same to a run file.
@@ -123,29 +142,28 @@ OF_MODELS: Final = {
 OF_ONE_PLAN: Final = ("--save", "--compare", "--details", "--explain", "--out")
 
 
-def _refuse_options(name: str, gpus: str | None, options: Mapping[str, Any], *, is_model: bool) -> None:
-    problems = []
+def _find_misplaced_options(
+    name: str, gpus: str | None, options: Mapping[str, Any], *, is_model: bool
+) -> Iterator[Problem]:
     for option, hint in OF_MODELS.items():
         if option in options and not is_model:
-            problems.append(Problem(f"is for a model, and {name} is a run file", option, hint, "not-for-run-files"))
+            yield Problem(f"is for a model, and {name} is a run file", option, hint, "not-for-run-files")
     if is_model and "--save" in options and "--data" not in options:
         hint = "add --data FILE, the rows to train on"
-        problems.append(Problem("a run file without rows would train on others", "--save", hint, "missing-option"))
+        yield Problem("a run file without rows would train on others", "--save", hint, "missing-option")
     if "--save" in options and options["--save"].exists():
         hint = "name another file: it is never overwritten"
-        problems.append(Problem("exists already", f"--save {options['--save']}", hint, "exists"))
+        yield Problem("exists already", f"--save {options['--save']}", hint, "exists")
     question = "--gpus all" if gpus == ALL else "--longest"
     if "--prices" in options and gpus != ALL:
-        problems.append(Problem("has an effect only on a comparison", "--prices", "add --gpus all", "no-effect"))
+        yield Problem("has an effect only on a comparison", "--prices", "add --gpus all", "no-effect")
     if gpus == ALL and "--longest" in options:
         hint = "name the GPUs: --gpus 8xh100 --longest"
-        problems.append(Problem("is for one kind of GPUs", "--longest", hint, "conflicting-options"))
+        yield Problem("is for one kind of GPUs", "--longest", hint, "conflicting-options")
     elif gpus == ALL or "--longest" in options:
-        for option in OF_ONE_PLAN:
-            if option in options:
-                what = f"is for one plan, and {question} shows many"
-                problems.append(Problem(what, option, f"leave {question} out", "conflicting-options"))
-    raise_all(problems)
+        what = f"is for one plan, and {question} shows many"
+        for option in (option for option in OF_ONE_PLAN if option in options):
+            yield Problem(what, option, f"leave {question} out", "conflicting-options")
 
 
 def _open_run_file(
@@ -180,49 +198,8 @@ def _open_run_file(
     return Subject(str(path), load, base)
 
 
-def _open_model(
-    name: str,
-    model: str,
-    gpus: str | None,
-    options: Mapping[str, Any],
-    overrides: Sequence[str],
-    accelerate: AccelerateFile | None,
-    say: Callable[[str], None],
-) -> Subject:
-    """Draft the run file of a model, as `windlass init` does."""
-    GIVEN.clear()  # there is no run file that hints could name
-    data = options.get("--data")
-    tokens = options.get("--tokens")
-    settings = [*overrides]
-    if not data:
-        settings.insert(0, f"data.max_length={TOKENS}")
-    if tokens:
-        settings.append(f"data.max_length={tokens}")
-    draft = draft_run(model, data, f"8x{KINDS[0]}" if gpus == ALL else gpus, say, None, settings)
-    if (gpus == ALL or "--longest" in options) and "train.gradient_checkpointing" not in draft.fixed:
-        del draft.settings["train.gradient_checkpointing"]
-    batch, _ = draft.settings["train.global_batch_size"]
-
-    def load(others: str | None) -> Loaded:
-        changed = Draft(dict(draft.settings))
-        changed.fixed = draft.fixed
-        if others:
-            set_machine(changed, others)
-            changed.set("train.global_batch_size", round_to_ranks(batch, changed.ranks))
-        return changed.load(accelerate, settings if accelerate else ())
-
-    for warning in draft.warnings if data else ():
-        say(f"warning: {warning}")
-    return Subject(name, load, find_base(model, "windlass plan"), draft)
-
-
-# --- GPUs compared ------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """GPUs on which the run fits, and what it takes there."""
-
     gpus: str
     layout: str
     gpu_gib: float
@@ -280,7 +257,6 @@ def read_prices(path: Path) -> dict[str, float]:
 
 
 def compare_gpus(subject: Subject, prices: dict[str, float] | None = None) -> Comparison:
-    """Plan the run on every kind and number of GPUs."""
     plans: dict[str, Plan] = {}
     impossible: dict[str, str] = {}
     too_small = []

@@ -1,7 +1,5 @@
 """Start a command's ranks on this machine or on this node of a job, or be one of them. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -85,9 +85,6 @@ def print_versions(found: Mapping[str, Any]) -> None:
             print(f"{name:<15} {text}")
 
 
-# --- bug report -----------------------------------------------------------------------------------------------------
-
-
 class Masks:
     """Removes secrets: by key, by form, and those in this process's environment."""
 
@@ -123,16 +120,11 @@ class Masks:
 
 
 def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
-    """Write the archive, and report each file in it."""
     folder = Path(read_any(run).run.folder) if run.is_file() else run
     if not any(next(folder.glob(name), None) for name in (*WHOLE, *TAILS, run_folder.DATA)):
         hint = "give the folder of a run that was started, or for versions alone: `windlass version --json`"
-        raise UserError(
-            "contains no files of a run" if folder.is_dir() else "there is no such run folder",
-            str(folder),
-            hint,
-            "not-a-run",
-        )
+        what = "contains no files of a run" if folder.is_dir() else "there is no such run folder"
+        raise UserError(what, str(folder), hint, "not-a-run")
     made = {f"{folder.resolve().name}/{name}": text.encode() for name, text in collect_files(folder, Masks(environ))}
     archive = out or Path(f"bug-report-{folder.resolve().name}.tar.gz")
     packed = io.BytesIO()
@@ -150,7 +142,6 @@ def bug_report(run: Path, out: Path | None, environ: Mapping[str, str], say: Cal
 
 
 def collect_files(folder: Path, masks: Masks) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the files in the archive."""
     yield "versions.json", json.dumps(masks.mask_value(read_versions()), indent=1)
     files = {name: read_json(folder / name) for name in WHOLE}
     audit = read_json(folder / run_folder.DATA)

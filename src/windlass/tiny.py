@@ -1,7 +1,6 @@
 """Tiny replicas of models in their published layout, with random weights: for the demo, the rehearsal and tests.
 
-Model classes, names on disk and file format are the libraries' own; only the sizes are small. What opens a replica also
-opens the model it stands for.
+Model classes, names on disk and file format are the libraries' own; only the sizes are small.
 """
 
 import copy
@@ -24,13 +23,7 @@ from windlass.model import Base
 from windlass.model.compressed import METHOD, read_compressed
 from windlass.model.family import FAMILIES
 from windlass.model.files import PARAMS
-from windlass.model.mistral_layout import (
-    CONSOLIDATED,
-    ROTATED_ROWS,
-    make_params,
-    rename_module,
-    rename_vision,
-)
+from windlass.model.mistral_layout import CONSOLIDATED, ROTATED_ROWS, make_params, rename_module, rename_vision
 from windlass.model.shrink import shrink_config
 from windlass.weights import four_bits
 
@@ -48,10 +41,7 @@ COMPRESSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [BLOCK, BLOCK]},
     ),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
     "int4-channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
     "uint4": (
@@ -204,11 +194,9 @@ def make_compressed_config(scheme: str) -> dict[str, Any]:
     }
 
 
-def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int = 2, seed: int = 0) -> Path:
-    """Write a tiny replica of this model: its class, wrapper, quantization, dtype, names on disk. No tokenizer.
-
-    sizes: the text model's config.json, with other numbers.
-    """
+def write_like(base: Base, sizes: dict[str, Any], directory: Path) -> Path:
+    """Write a tiny replica of this model: its class, wrapper, quantization, dtype, names on disk. No tokenizer. sizes:
+    the text model's config.json, with other numbers."""
     quantized = base.quantization
     if quantized and "published" in quantized:
         quantized = copy.deepcopy(quantized["published"])
@@ -233,14 +221,12 @@ def write_like(base: Base, sizes: dict[str, Any], directory: Path, *, files: int
                 return other + key.removeprefix(prefix)
         return key
 
-    storage = Storage(quantized, dtype, files, seed, rename)
+    storage = Storage(quantized, dtype, 2, 0, rename)
     _write_model(directory, base.family.causal_lm, sizes, base.wrapper.architecture if base.wrapper else "", storage)
     return directory
 
 
 class Storage(NamedTuple):
-    """How a replica is stored."""
-
     quantized: Mapping[str, Any] | None  # its quantization_config
     dtype: str
     files: int
@@ -285,9 +271,8 @@ def make_small_config(
         return type(outer).from_dict({**small, "architectures": None})
     except Exception as error:  # whatever a config class objects to
         problem = f"transformers' {type(outer).__name__} refuses the small sizes: {' '.join(str(error).split())}"
-        raise UserError(
-            problem, family, "give the language model's sizes that fit as config", "config-refused"
-        ) from None
+        hint = "give the language model's sizes that fit as config"
+        raise UserError(problem, family, hint, "config-refused") from None
 
 
 def write_family(
@@ -297,24 +282,20 @@ def write_family(
     config: Mapping[str, Any] = MappingProxyType({}),
     layers: int = 4,
     vocab: int = 512,
-    dtype: str = "float32",
-    files: int = 1,
     tokenizer: bool = False,
-    seed: int = 0,
     quantized: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a tiny model of any family that transformers can build, as it saves it. config: of the language model;
     quantized: its quantization_config."""
     small = make_small_config(family, config, layers=layers, vocab=vocab)
     find = find_wrapper_class if "text_config" in small.to_dict() else find_model_class
-    _save_model(directory, find(small, {}, family), small, Storage(quantized, dtype, files, seed))
+    _save_model(directory, find(small, {}, family), small, Storage(quantized, "float32", 1, 0))
     if tokenizer:
         write_tokenizer(directory, vocab)
     return directory
 
 
 def _save_model(directory: Path, model_class: Any, config: Any, storage: Storage) -> None:
-    """Write a model with random weights."""
     from transformers.core_model_loading import revert_weight_conversion
 
     directory.mkdir(parents=True, exist_ok=True)

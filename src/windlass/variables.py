@@ -17,7 +17,6 @@ CHECKED = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # beginnings of names that are all 
 # Their plugins' own, which are many and change.
 PLUGINS = ("NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_INSPECTOR_", "NCCL_PROFILE_", "NCCL_RESHARD_")
 DOES_NOT_EXIST = "does not exist"
-NO_EFFECT = "no effect"
 
 # What every job gets. What depends on the platform or the site is added by the launchers.
 DEFAULTS = {

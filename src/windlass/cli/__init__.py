@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from windlass.cli import after, before, during, help  # noqa: F401  # each registers its commands
+from windlass.cli import after, before, during  # noqa: F401  # each registers its commands
 from windlass.cli.options import app as app
 from windlass.errors import TRAINING, USER_INPUT, UserError, missing_extra_error, print_error
 

@@ -1,4 +1,4 @@
-"""Commands after a run."""
+"""Commands after a run, and if something is wrong."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import typer
 
 from windlass.cli.options import (
     AFTER,
+    HELP,
     BaseDtypeList,
     BaseFolder,
     Json,
@@ -56,8 +57,7 @@ def best(
         str, opt("--by", "loss|accuracy", "Rank pairs by how often the chosen answer is preferred.")
     ] = "loss",
     keep: Annotated[
-        float | None,
-        opt("--keep", "LOSS", "Most that the loss of a kept set may be above the base's."),
+        float | None, opt("--keep", "LOSS", "Most that the loss of a kept set may be above the base's.")
     ] = None,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -77,17 +77,9 @@ def best(
         write_result(ranking, as_json, print_ranking)
 
     dtypes = base_dtype.split(",") if base_dtype else []
-    arguments = [
-        "best",
-        str(folder),
-        *option_words("--eval-data", eval_data),
-        *option_words("--ranks", ranks),
-        *option_words("--base-dtype", base_dtype),
-        *option_words("--by", by),
-        *option_words("--keep", keep),
-        *option_words("--json", as_json),
-        *option_words("--allow-other-base", allow_other_base),
-    ]
+    options = {"--eval-data": eval_data, "--ranks": ranks, "--base-dtype": base_dtype, "--by": by, "--keep": keep}
+    options |= {"--json": as_json, "--allow-other-base": allow_other_base}
+    arguments = ["best", str(folder), *option_words(options)]
     code = best(
         lambda: plan_finished_run(folder, eval_data=eval_data, ranks=ranks, base_dtypes=dtypes),
         folder,
@@ -211,3 +203,26 @@ def generate(
         say=print_line,
         write=lambda text: print(text, end="", flush=True),
     )
+
+
+@command(HELP, "version", "version --json")
+def version(as_json: Json = False) -> None:
+    """Print the versions that matter for a bug report: libraries, CUDA, driver, GPUs, system."""
+    from windlass.support import print_versions, read_versions
+
+    write_result(read_versions(), as_json, print_versions)
+
+
+@command(HELP, "bug-report run", "bug-report run.yaml --out bug-report.tar.gz")
+def bug_report(
+    run: Annotated[Path, arg("RUN", "The run folder, or the run file.")],
+    out: Annotated[Path | None, opt("--out", "FILE", "Archive to write. Default: bug-report-RUN.tar.gz, here.")] = None,
+) -> None:
+    """Collect what explains a run into one archive, without data or secrets, and print what is in it.
+
+    Versions, the resolved run with secrets masked, plan, loading certificate, counts of the data audit, and the last
+    lines of logs and events. No rows, no weights, no samples. Read it before you send it.
+    """
+    from windlass.support import bug_report
+
+    print(bug_report(run, out, os.environ, say))

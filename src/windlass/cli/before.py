@@ -62,12 +62,8 @@ def init(
     text = ""
     if model or data or gpus or columns or override:
         if preset:
-            raise UserError(
-                f"takes either a preset or --model, not {preset} too",
-                "windlass init",
-                "leave one out",
-                "preset-and-model",
-            )
+            what = f"takes either a preset or --model, not {preset} too"
+            raise UserError(what, "windlass init", "leave one out", "preset-and-model")
         if not (model and data):
             hint = "`windlass init --model DIR --data PATH --out run.yaml`"
             raise UserError("needs both --model and --data", "windlass init", hint, "missing-option")
@@ -189,7 +185,7 @@ def plan(
     if longest and subject:
         rows = find_longest_rows(subject.plan())
         given = [word for text in override or () for word in ("--override", text)]
-        given += option_words("--accelerate", accelerate)
+        given += option_words({"--accelerate": accelerate})
         write_result([asdict(row) for row in rows], as_json, lambda _: print_longest(rows, subject, gpus, given))
         return
     planned = subject.plan() if subject else make_plan(run, override, accelerate)
@@ -227,12 +223,8 @@ def explain(
 
     rows = [*(explain_topic(topic, run) if topic else ()), *(explain_file(accelerate) if accelerate else ())]
     if not rows:
-        raise UserError(
-            "nothing to explain",
-            "windlass explain",
-            "give a key, or a file with --accelerate FILE",
-            "nothing-to-explain",
-        )
+        what = "nothing to explain"
+        raise UserError(what, "windlass explain", "give a key, or a file with --accelerate FILE", "nothing-to-explain")
     if as_json:
         write_json([asdict(row) for row in rows])
     else:
@@ -278,9 +270,8 @@ def data(
     chosen = bool(sample) or row is not None or prepared is not None
     if (source or tokens) and not chosen and not html:
         name = "--source" if source else "--tokens"
-        raise UserError(
-            "it changes how rows are printed, and none is", name, "add --row K or --sample N", "no-rows-shown"
-        )
+        what = "it changes how rows are printed, and none is"
+        raise UserError(what, name, "add --row K or --sample N", "no-rows-shown")
     read = read_run_file(run, override or ())
     if any(trial.run.data != read.run.data for trial in read.trials):
         say("note: trials of this sweep have other data, which are not shown: --override KEY=VALUE shows one's")
@@ -374,9 +365,8 @@ def check(
     from windlass.runfile.accelerate import load_accelerate
 
     if (run is None) != self_test or (self_test and (override or accelerate or here or in_pod)):
-        raise UserError(
-            "give a run file, or --self-test alone", "windlass check", "`windlass check run.yaml`", "no-run-file"
-        )
+        what = "give a run file, or --self-test alone"
+        raise UserError(what, "windlass check", "`windlass check run.yaml`", "no-run-file")
     if run is None:
         from windlass.self_test import run as run_self_test
 
@@ -393,13 +383,7 @@ def check(
     depth = HERE if here else ALONE
     if in_pod:
         depth = IN_POD
-    report = run_checks(
-        loaded,
-        depth=depth,
-        environ=os.environ,
-        patience_seconds=wait,
-        say=say,
-    )
+    report = run_checks(loaded, depth=depth, environ=os.environ, patience_seconds=wait, say=say)
     if report.is_leader:
         written = report.write(Path(loaded.run.folder))
         write_result(report, as_json, print_report)

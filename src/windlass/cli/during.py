@@ -46,7 +46,7 @@ def train(
     Exits with 0 when finished, 1 if the run failed, 2 if the input is wrong (13 from a rank), and 75 if a signal
     stopped it and everything was saved.
     """
-    from windlass.ranks.job import read_wait_seconds, take_job
+    from windlass.ranks.job import USUAL_WAIT_SECONDS, WAIT, take_job
     from windlass.runfile import read_kind
     from windlass.start import RankCommand, compute_fingerprint, train
 
@@ -56,17 +56,12 @@ def train(
         if read_kind(run, overrides) == "script":
             overrides.append("layout.ranks=null")
     words = [str(run), *(word for value in overrides for word in ("--override", value))]
-    words += option_words("--accelerate", accelerate)
-    wait_seconds = read_wait_seconds(os.environ)
+    words += option_words({"--accelerate": accelerate})
+    options = {"--debug-freq": debug_freq, "--resume": resume, "--allow-other-base": allow_other_base}
+    wait_seconds = float(os.environ.get(WAIT) or USUAL_WAIT_SECONDS)
     job = take_job(os.environ)
     started = RankCommand(
-        [
-            "train",
-            *words,
-            *option_words("--debug-freq", debug_freq),
-            *option_words("--resume", resume),
-            *option_words("--allow-other-base", allow_other_base),
-        ],
+        ["train", *words, *option_words(options)],
         os.environ,
         print_error,
         job,

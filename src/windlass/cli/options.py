@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -75,12 +75,7 @@ def command(group: str, *examples: str) -> Callable[[CommandFunction], CommandFu
     """Register a command, with examples below its help; their first word is its name."""
     title = "Examples" if len(examples) > 1 else "Example"
     lines = "".join(f"  windlass {example}\n" for example in examples)
-    return app.command(
-        examples[0].split()[0],
-        cls=Help,
-        rich_help_panel=group,
-        epilog=f"{title}:\n\n\b\n{lines}",
-    )
+    return app.command(examples[0].split()[0], cls=Help, rich_help_panel=group, epilog=f"{title}:\n\n\b\n{lines}")
 
 
 def arg(metavar: str, help: str, **more: Any) -> Any:
@@ -119,11 +114,10 @@ def say(text: str) -> None:
     print(make_pasteable(text), file=sys.stderr, flush=True)
 
 
-def option_words(option: str, value: object) -> list[str]:
-    """Return an option of the ranks' command line, if it was given."""
-    if value is None or value is False:
-        return []
-    return [option] if value is True else [option, str(value)]
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Return the options that were given, as words of a command line."""
+    given = {option: value for option, value in options.items() if value is not None and value is not False}
+    return [word for option, value in given.items() for word in ([option] if value is True else [option, str(value)])]
 
 
 def write_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run as a job: the parts of the plan that every launcher needs, and checks for pods that couldn't run."""
+"""A run as a job: the parts of the plan that every launcher needs, launch.sh, and checks for pods that couldn't run."""
 
 import json
 import math
@@ -8,18 +8,20 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files as resources
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from windlass import run_folder
+from windlass import __version__, run_folder
 from windlass.data.select import list_all_sets
 from windlass.errors import Problem, RunError, UserError, require_writable
 from windlass.files import read_json_lines, write_atomic
 from windlass.hardware import GIB
 from windlass.plan import Plan
 from windlass.plan.script import AnyPlan, ScriptPlan
+from windlass.ranks.job import GRACE, JOB, LOG_FORMAT, NODES, RANKS_PER_NODE
 from windlass.runfile import ScriptRun
-from windlass.runfile.machines import GRACE_SECONDS, PLATFORM_SECTIONS, Cluster, Secret
+from windlass.runfile.machines import GRACE_SECONDS, Cluster, Secret
 from windlass.runfile.rows import is_template
 from windlass.runfile.values import Section
 from windlass.variables import DEFAULTS, variables
@@ -34,6 +36,14 @@ SHM_GIB_LEAST = 0.25
 NAME_LETTERS = 45  # limit of a job's name: a JobSet's pods append `-node-0-9999-abcde`
 UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
+LAUNCH_HEAD = """\
+# {title}
+# Written by windlass {version} from {source}; runs once on every node and starts its ranks.
+#
+# Kubernetes, Run:ai, SkyPilot and Slurm (--to slurm) start it by themselves. By hand, on each of the machines:
+#   PET_NNODES={nodes} PET_NODE_RANK=0 PET_MASTER_ADDR=FIRST-MACHINE bash launch.sh     (0, 1, … on the others)
+#
+# Exit codes: 0 finished; 13 the input is wrong, don't retry; 75 stopped by a signal, saved; 1 anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,6 @@ class JobVariable:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that a platform needs to render and start a run."""
-
     plan: AnyPlan
     name: str
     nodes: int
@@ -90,19 +98,18 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
     """Convert a plan to a job. `overrides` and `accelerate` are those that the plan was made with."""
     run = plan.run
     layout = plan.layout
-    cluster = plan.run.cluster
-    path = plan.file
+    cluster = run.cluster
     slug = re.sub(r"[^a-z0-9]+", "-", Path(run.folder).name.lower()).strip("-")
     slug = slug if slug[:1].isalpha() else f"run-{slug}"
     name = run.name or slug[:NAME_LETTERS].strip("-") or "run"
     shm_gib, _ = size_shm(plan)
     memory_gib = shm_gib if cluster.large_shm else 0
-    files = {"run.yaml": read_text(path)}
+    files = {"run.yaml": read_text(plan.file)}
     if not isinstance(plan, ScriptPlan):
         files = {"accelerate.yaml": read_text(accelerate) if accelerate else render_accelerate_yaml(plan), **files}
         # Add half: libraries, the page cache (which a cgroup counts), growth of the allocator.
         memory_gib += math.ceil(plan.cost.host_gib * 1.5)
-    arguments = [str(path), *(word for override in overrides for word in ("--override", override))]
+    arguments = [str(plan.file), *(word for override in overrides for word in ("--override", override))]
     arguments += ["--accelerate", str(accelerate)] if accelerate else []
     request = cluster.memory_request or cluster.memory_limit or f"{memory_gib}Gi"
     grace_seconds, grace_reason = estimate_grace(plan)
@@ -133,7 +140,7 @@ def build_job(plan: AnyPlan, *, overrides: Sequence[str] = (), accelerate: Path 
         grace_reason=grace_reason,
         cluster=cluster,
         title=f"{name}: {layout.nodes} x {layout.gpus_per_node} {plan.machine.gpu.name}, {layout.name}",
-        source=path.name,
+        source=plan.file.name,
         engine="job" if cluster.kubernetes.engine == "auto" else cluster.kubernetes.engine,
     )
 
@@ -186,6 +193,43 @@ use_cpu: {str(plan.machine.gpu.name == "cpu").lower()}
 """
 
 
+def render_launch_sh(job: Job, *, exports: bool) -> str:
+    """Render launch.sh. `exports`: set the environment too; Run:ai and Kubernetes set it visibly on the pod."""
+    head = LAUNCH_HEAD.format(title=job.title, version=__version__, source=to_one_line(job.source), nodes=job.nodes)
+    options = "".join(f"\n  {quote_words(('--override', override))}" for override in job.overrides)
+    settings = (
+        (f"export {JOB}", quote(job.name), ""),
+        (f"export {NODES}", str(job.nodes), ""),
+        (f"export {RANKS_PER_NODE}", str(job.ranks_per_node), "one per GPU" if job.gpu else "on the CPU"),
+        (f"export {GRACE}", str(job.grace_seconds), f"to end a step and save; {job.grace_reason}"),
+        (f"export {LOG_FORMAT}", job.cluster.log_format, ""),
+        ("working_dir", quote(job.cluster.working_dir or ""), "empty: where this is started"),
+        ("install", f"({quote_words(job.cluster.install)})", "what the image lacks"),
+        ("options", f"({options}\n)" if options else "()", ""),
+        ("here", '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', ""),
+    )
+    exported = ["", "# --- the environment ".ljust(119, "-")] if exports else []
+    for variable in job.environment if exports else ():
+        name, value = variable.name, variable.value
+        exported.append(f"# {to_one_line(variable.reason)}")
+        if isinstance(value, Secret):
+            missing = f"{name} is a secret ({value.secret}, key {value.key}): export it before"
+            exported.append(
+                f'if [[ -z "${{{name}:-}}" ]]; then\n  echo {quote(missing)} >&2\n  exit 13\nfi\nexport {name}'
+            )
+        else:
+            exported.append(f"export {name}={quote(value)}")
+    parts = {
+        "@@HEAD@@": head,
+        "@@SETTINGS@@": "\n".join(f"{name}={value}{f'  # {why}' if why else ''}" for name, value, why in settings),
+        "@@ENVIRONMENT@@": "\n".join([*exported, ""] if exports else []),
+        "@@ACCELERATE@@": "" if job.is_script else ' --accelerate "$here/accelerate.yaml"',
+    }
+    template = resources("windlass.launch").joinpath("launch.sh").read_text(encoding="utf-8")
+    # Split first, so that inserted text is not searched for placeholders.
+    return "".join(parts.get(piece, piece) for piece in re.split("(@@[A-Z]+@@)", template))
+
+
 def read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
@@ -211,8 +255,6 @@ def to_one_line(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The record of a submitted job."""
-
     facts: dict[str, Any]
     path: Path  # of the record file
     run: Path  # the run folder
@@ -234,13 +276,9 @@ def call_client(
 
 
 def keep_record(job: Job, platform: str, folder: Path, **more: Any) -> None:
-    facts = {
-        "platform": platform,
-        "name": job.name,
-        "nodes": job.nodes,
-        "submitted": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-    write_files(folder, {RECORD: json.dumps(facts | more, indent=2) + "\n"})
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    facts = {"platform": platform, "name": job.name, "nodes": job.nodes, "submitted": now, **more}
+    write_files(folder, {RECORD: json.dumps(facts, indent=2) + "\n"})
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -289,8 +327,7 @@ def _find_path_problems(job: Job) -> Iterator[Problem]:
     for place, path in {own: run.folder, **list_inputs(job)}.items():
         if not path.startswith("/") and (place == own or Path(path).exists()):
             hint = "give the absolute path that the pods see"
-            what = f"{path} is a path of this machine's working folder"
-            yield Problem(what, place, hint, "relative-path")
+            yield Problem(f"{path} is a path of this machine's working folder", place, hint, "relative-path")
     folder = PurePosixPath(job.folder)
     if folder.is_absolute() and not any(folder.is_relative_to(volume.path) for volume in job.cluster.volumes):
         hint = f"mount a volume there: cluster.volumes: [{{claim: my-claim, path: /{folder.parts[1]}}}]"
@@ -336,7 +373,6 @@ def _find_memory_problems(job: Job) -> Iterator[Problem]:
 
 
 def parse_gib(amount: str) -> float:
-    """Convert a Kubernetes memory quantity to GiB."""
     number = amount.rstrip("mkKMGTPEi")
     return float(number) * UNITS[amount[len(number) :]] / GIB
 
@@ -357,11 +393,3 @@ def list_refused_keys(job: Job, name: str, refused: Mapping[str, str], what: str
     for key, hint in refused.items():
         if key in section.changed:
             yield Problem(f"{what} can't set it", job.where(f"cluster.{name}.{key}"), hint, "not-on-platform")
-
-
-def list_other_sections(cluster: Cluster, platform: str) -> Iterator[str]:
-    """Yield a note for each section of another platform: a run file may describe several."""
-    for name in dict.fromkeys(PLATFORM_SECTIONS.values()):
-        keys = getattr(cluster, name).changed
-        if keys and name != PLATFORM_SECTIONS.get(platform):
-            yield f"cluster.{name} has no effect on platform {platform}: {', '.join(sorted(keys))}"

@@ -8,12 +8,13 @@ from typing import Protocol
 
 from windlass import run_folder
 from windlass.errors import FAILED, Problem, UserError, raise_all
-from windlass.launch.job import RECORD, Job, JobRecord, build_job, list_other_sections, quote_words, write_files
+from windlass.launch.job import RECORD, Job, JobRecord, build_job, quote_words, write_files
 from windlass.launch.platforms import kubernetes, local, openshift, runai, script, skypilot, slurm
 from windlass.plan import Plan
 from windlass.plan.finished import describe_finished, has_finished, require_own_folder
 from windlass.plan.script import AnyPlan
-from windlass.runfile import Loaded, LoadedScript, RunFile, ScriptRun, read_any
+from windlass.runfile import RunFile, ScriptRun, read_any
+from windlass.runfile.machines import PLATFORM_SECTIONS
 from windlass.runfile.names import NOT_VALUES
 from windlass.variables import variables
 
@@ -59,9 +60,13 @@ def require_platform(to: str | None) -> None:
 def review(job: Job, to: str) -> list[str]:
     """Return the notes about a job before it is submitted. Raise if something is wrong."""
     cluster = job.cluster
-    findings = [*PLATFORMS[to].review(job), *list_other_sections(cluster, to)]
+    findings = [*PLATFORMS[to].review(job)]
     raise_all([finding for finding in findings if isinstance(finding, Problem)])
     notes = [finding for finding in findings if isinstance(finding, str)]
+    for name in dict.fromkeys(PLATFORM_SECTIONS.values()):  # a run file may describe several platforms
+        keys = getattr(cluster, name).changed
+        if keys and name != PLATFORM_SECTIONS.get(to):
+            notes.append(f"cluster.{name} has no effect on platform {to}: {', '.join(sorted(keys))}")
     table = variables()
     known = {name: table[name] for name in cluster.env if name in table}
     notes += [
@@ -70,13 +75,6 @@ def review(job: Job, to: str) -> list[str]:
     if to in ("kubernetes", "openshift", "runai", "skypilot") and cluster.image and "@sha256:" not in cluster.image:
         notes.append(f"{job.where('cluster.image')}: a tag may change between two starts of one run; name a digest")
     return notes
-
-
-def render(plan: AnyPlan, to: str, *, overrides: Sequence[str] = (), accelerate: Path | None = None) -> dict[str, str]:
-    """Render all files of one platform, or raise with everything that is wrong."""
-    job = build_job(plan, overrides=overrides, accelerate=accelerate)
-    review(job, to)
-    return PLATFORMS[to].files(job)
 
 
 def submit(
@@ -152,12 +150,6 @@ def choose_job_folder(run: RunFile | ScriptRun, to: str, out: Path | None = None
     return folder if to in ("script", "slurm") or folder.exists() or mounted else elsewhere
 
 
-def find_record_folder(loaded: Loaded | LoadedScript, out: Path | None = None) -> Path:
-    """Return the folder with this run's submission record."""
-    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai", "skypilot")]
-    return next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
-
-
 def find_submission(
     run: Path, override: Sequence[str], out: Path | None, say: Callable[[str], None]
 ) -> tuple[Platform, JobRecord]:
@@ -168,7 +160,9 @@ def find_submission(
         hint = "name the run file, or the folder that its train.output_dir names"
         raise UserError("no such run file or run folder", str(run), hint, "no-such-file")
     loaded = read_any(run, override)
-    return open_record(find_record_folder(loaded, out), Path(loaded.run.folder), say)
+    folders = [choose_job_folder(loaded.run, to, out) for to in ("script", "runai", "skypilot")]
+    folder = next((folder for folder in folders if (folder / RECORD).exists()), folders[0])
+    return open_record(folder, Path(loaded.run.folder), say)
 
 
 def open_record(folder: Path, run: Path, say: Callable[[str], None]) -> tuple[Platform, JobRecord]:

@@ -3,10 +3,10 @@
 plan         the plan, and its JSON; make: how it is made, in numbered steps; validate: settings that can't work
 resolve      a value for each setting that is `auto`
 machine      the hardware, as in the table or as calibrated
-schedule     rows, steps, evaluations, checkpoints
-request      the layout that a run file requests; layout: its sizes, derived and checked
+rows         sequences, steps, evaluations, checkpoints
+layout       the layout that a run file requests: its sizes, derived and checked
 search       layouts and micro-batches, compared
-cost         workload, memory, step_time: what a layout needs
+cost         workload, memory, step_time (and traffic): what a layout needs
 advice       what would be faster, and what is probably not intended
 show         the plan as text
 script       the plan of a run of kind: script; finished: a finished run's file, changed to evaluate it again

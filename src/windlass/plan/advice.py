@@ -1,7 +1,5 @@
 """Advice on a plan: changes that would make the run faster, and settings that are probably not intended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +10,9 @@ from windlass.data.inputs import find_absent_data, find_absent_files
 from windlass.errors import Problem
 from windlass.observe.format import format_plural
 from windlass.plan.cost import Cost, Workload, estimate_cost
-from windlass.plan.padding import RowLengths
 from windlass.plan.plan import Advice, Caution, Plan
 from windlass.plan.resolve import FEW_STEPS
+from windlass.plan.rows import RowLengths
 from windlass.plan.search import Candidate, Search, choose_layout, list_micro_batches, try_batches
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.workload import ModelShape
@@ -31,9 +29,6 @@ USUAL_RANK = 16  # that `windlass init` writes: nobody is warned of it
 HIGH_RATE = 0.1  # adapters train at 1e-5 to 1e-2, by optimizers whose steps don't grow with the gradient
 HIGH_RATE_OF_PAIRS = 1e-4
 SLOW = 1.2  # smallest gain from larger micro-batches that is worth a warning
-
-
-# --- suggestions for more speed ------------------
 
 
 def advise_faster_layout(
@@ -93,12 +88,14 @@ def advise_faster_layout(
     return tuple(sorted(advice, key=lambda advice: -advice.gain))
 
 
-# --- settings that are probably not intended ------------------
-
-
 def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) -> Iterator[Caution]:
     """Yield cautions, the most serious first."""
-    yield from _find_absent_inputs(plan)
+    is_local = plan.run.cluster.platform == "local" and plan.base.path is not None
+    for path, problem in (*find_absent_data(plan.run.data, plan.where), *find_absent_files(plan.run, plan.where)):
+        parent = Path(path).expanduser().parent
+        # A path should be on this machine, not another, if its folder is, or if it is relative to this one.
+        if is_local or parent.is_dir() or not parent.is_absolute():
+            yield Caution(f"{problem.where}: {problem.problem} ({problem.hint})")
     yield from (Caution(f"{each.where}: {each.problem} ({each.hint})") for each in problems)  # of the rows
     on_cpu = plan.machine.gpu.name == "cpu"
     if on_cpu and not plan.run.cluster.changed and plan.cost.step_seconds > SLOW_STEP_SECONDS:
@@ -126,29 +123,15 @@ def find_cautions(plan: Plan, problems: Iterable[Problem], shape: ModelShape) ->
         text = f"train.learning_rate {rate:g} is high for pairs, whose two answers may both become unlikely"
         yield Caution(text, "train.learning_rate=1e-5")
     yield from _find_short_schedule(plan)
-    yield from _find_unfit_length(plan, plan.counts.document, shape)
+    gains = {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
+    yield from _find_unfit_length(plan, plan.counts.document, shape, gains.get("data.packing=true"))
     yield from _find_shared_rope(plan)
     key = "train.per_device_train_batch_size=auto"
-    gain = _list_gains(plan).get(key, 0.0)
-    if gain >= SLOW and plan.machine.gpu.name != "cpu":
+    gain = gains.get(key, 0.0)
+    if gain >= SLOW and not on_cpu:
         text = f"micro-batches of {plan.batch.micro} are too small for the GPU; larger ones are {gain:.1f} x as fast"
         yield Caution(text, key)
     yield from _find_large_adapter(plan, shape, plan.counts.document)
-
-
-def _list_gains(plan: Plan) -> dict[str, float]:
-    """Return the gain of each override that the plan advises."""
-    return {advice.change.replace(": ", "="): advice.gain for advice in plan.advice}
-
-
-def _find_absent_inputs(plan: Plan) -> Iterator[Caution]:
-    run = plan.run
-    is_local = run.cluster.platform == "local" and plan.base.path is not None
-    for path, problem in (*find_absent_data(run.data, plan.where), *find_absent_files(run, plan.where)):
-        parent = Path(path).expanduser().parent
-        # A path should be on this machine, not another, if its folder is, or if it is relative to this one.
-        if is_local or parent.is_dir() or not parent.is_absolute():
-            yield Caution(f"{problem.where}: {problem.problem} ({problem.hint})")
 
 
 def _find_unserved(plan: Plan) -> Iterator[Caution]:
@@ -185,7 +168,9 @@ def _find_short_schedule(plan: Plan) -> Iterator[Caution]:
     yield Caution(f"only {length}: hardly any training", override if fewer and not is_set else "")
 
 
-def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Iterator[Caution]:
+def _find_unfit_length(
+    plan: Plan, tokens: int | None, shape: ModelShape, packing_gain: float | None
+) -> Iterator[Caution]:
     """Yield cautions about data.max_length: beyond the model's positions, or far from the tokens of a usual row."""
     limit = plan.batch.length
     positions = shape.base.positions
@@ -199,9 +184,7 @@ def _find_unfit_length(plan: Plan, tokens: int | None, shape: ModelShape) -> Ite
         yield Caution(text, f"data.max_length={longer}" if longer > limit else "")
     elif tokens and tokens <= SHORT * limit and not plan.run.data.packs:
         text = f"rows have about {tokens:,} tokens, {tokens / limit:.0%} of data.max_length"
-        gain = _list_gains(plan).get("data.packing=true")
-        if gain:
-            text += f"; packed, {gain:.1f} x as many tokens/s"
+        text += f"; packed, {packing_gain:.1f} x as many tokens/s" if packing_gain else ""
         may_pack = shape.base.family.isolates and plan.run.objective.may_pack
         yield Caution(text, "data.packing=true" if may_pack else "")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from windlass.hardware import GIB
 from windlass.plan.layout import why_not_expert_parallel
 from windlass.plan.memory import MemoryRow, estimate_memory, total_bytes
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.plan.step_time import StepTime, estimate_time
 from windlass.plan.workload import BatchSize, Workload, read_shape
 from windlass.settings import FOUR_BITS
@@ -40,11 +40,8 @@ class Cost(StepTime):
 
 
 def estimate_cost(work: Workload, lengths: RowLengths | None = None, *, advise: bool = True) -> Cost:
-    """Return memory, traffic and time of this run. Pure: the same work always has the same cost.
-
-    `lengths`: of the rows; None: all are full. `advise`: if the run does not fit, search for a change that makes it
-    fit.
-    """
+    """Return memory, traffic and time of this run. Pure: the same work always has the same cost. `lengths`: of the
+    rows; None: all are full. `advise`: if the run does not fit, search for a change that makes it fit."""
     gpu_gib, host_gib, rows, peak = _estimate_sizes(work)
     fits = _fits(work, gpu_gib, host_gib)
     time = estimate_time(work) if lengths is None else _estimate_padded_time(work, lengths)

@@ -1,7 +1,5 @@
 """What has finished: refused to be trained again, or its run file changed to evaluate its adapters again. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -31,8 +29,7 @@ from windlass.run_folder import (
     read_trial_states,
 )
 from windlass.runfile import Loaded, LoadedScript, RunFile
-from windlass.runfile.recorded import read_recorded_data, record_run
-from windlass.runfile.resumed import find_changes
+from windlass.runfile.recorded import find_changes, read_recorded_data, record_run
 from windlass.settings import IN_NAMES
 
 # What a finished run must have as well to be the one that is asked for; an unfinished one proves it later.
@@ -138,8 +135,7 @@ def require_same_halving(plan: Plan, before: Mapping[str, Any]) -> list[Mapping[
         if halved[key] != value:
             words = "other trials" if key == "trials" else f"was {halved[key]} when trials were dropped, is {value} now"
             place = plan.where("sweep" if key == "trials" else f"sweep.{key}")
-            hint = "put it back, or name another train.output_dir"
-            raise UserError(words, place, hint, "changed-halving")
+            raise UserError(words, place, "put it back, or name another train.output_dir", "changed-halving")
     return list(halved["decisions"])
 
 
@@ -161,9 +157,8 @@ def plan_finished_run(
     """Plan the evaluation of a finished run, after checking that its model can be stored in each of these dtypes."""
     known = ("bf16", *IN_NAMES)
     if unknown := [kind for kind in base_dtypes if kind not in known]:
-        raise UserError(
-            f"no such dtype: {', '.join(unknown)}", "--base-dtype", f"known: {', '.join(known)}", "no-such-dtype"
-        )
+        what = f"no such dtype: {', '.join(unknown)}"
+        raise UserError(what, "--base-dtype", f"known: {', '.join(known)}", "no-such-dtype")
     plans = [
         make_plan(load_finished_run(run_folder, eval_data=eval_data, ranks=ranks, base_dtype=kind))
         for kind in (*base_dtypes, None)
@@ -181,18 +176,16 @@ def load_finished_run(
     """Load a run's file from its manifest, changed to evaluate it again: on these ranks, with unpacked rows."""
     manifest = run_folder / MANIFEST
     if not run_folder.is_dir():
-        raise UserError(
-            "no such folder", str(run_folder), "name the folder that train.output_dir named", "no-such-folder"
-        )
+        what = "no such folder"
+        raise UserError(what, str(run_folder), "name the folder that train.output_dir named", "no-such-folder")
     try:
         tree: dict[str, Any] = read_manifest(run_folder)["run"]
         data = tree["data"]
         data |= {"packing": False, "streaming": False}
         if eval_data is not None:
             if not eval_data.exists():
-                raise UserError(
-                    "there is no such file or folder", str(eval_data), "name rows with --eval-data", "no-such-file"
-                )
+                problem = "there is no such file or folder"
+                raise UserError(problem, str(eval_data), "name rows with --eval-data", "no-such-file")
             data |= {"dataset_name_or_path": str(eval_data), "dataset_config_name": None, "val_fraction": None}
             data |= {"train_split": "train", "val_split": "train", "mix": [], "eval": {}}
         elif data.get("val_split") and not data.get("val_fraction") and not data.get("eval"):
@@ -202,9 +195,8 @@ def load_finished_run(
             tree["lora"]["adapter"] = None  # its keys are recorded, and its folder may be gone
     except (KeyError, TypeError):
         hint = "name the folder that train.output_dir named"
-        raise UserError(
-            "it is not a run folder: manifest.json can't be read", str(run_folder), hint, "not-a-run"
-        ) from None
+        text = "it is not a run folder: manifest.json can't be read"
+        raise UserError(text, str(run_folder), hint, "not-a-run") from None
     if ranks is not None:
         tree["cluster"] |= {"nodes": 1, "gpus_per_node": ranks}
         tree["layout"] = {"name": "auto", "base_dtype": (tree.get("layout") or {}).get("base_dtype")}

@@ -1,5 +1,6 @@
 """The longest row that fits on the run's machines, under each layout, with activations kept or recomputed."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,6 @@ class LongestRow:
 
     @property
     def longer(self) -> Iterator[str]:
-        """Yield what else makes longer rows fit, each in words."""
         if self.offloaded_tokens:
             yield f"{self.offloaded_tokens:,} with train.offload_activations: true"
         if self.split_tokens:
@@ -57,7 +57,6 @@ def find_longest_rows(plan: Plan) -> list[LongestRow]:
 
 
 def find_planned_longest_row(plan: Plan) -> LongestRow:
-    """Return the longest row of the plan's own layout."""
     return _find_longest_row(plan, plan.layout.name, plan.layout)
 
 
@@ -106,15 +105,8 @@ def _bisect(plan: Plan, layout: Layout) -> int:
     positions = plan.base.positions or MOST_TOKENS
     if _estimate(plan, layout, positions).has_headroom:
         return positions
-    fits = 0
-    too_long = -(-positions // STEP)
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if _estimate(plan, layout, middle * STEP).has_headroom:
-            fits = middle
-        else:
-            too_long = middle
-    return fits * STEP
+    lengths = range(STEP, positions, STEP)
+    return STEP * bisect_left(lengths, True, key=lambda tokens: not _estimate(plan, layout, tokens).has_headroom)
 
 
 def _estimate(plan: Plan, layout: Layout, tokens: int) -> Cost:
@@ -128,8 +120,4 @@ def list_columns(rows: list[LongestRow]) -> Iterator[list[str]]:
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         split = f"{row.split_tokens:,} over {row.context_parallel}" if row.split_tokens else "–"
         counts = (row.tokens, row.recomputed_tokens, row.offloaded_tokens)
-        yield [row.layout, *map(_format_tokens, counts), split, speed]
-
-
-def _format_tokens(tokens: int) -> str:
-    return f"{tokens:,}" if tokens else "–"
+        yield [row.layout, *(f"{tokens:,}" if tokens else "–" for tokens in counts), split, speed]

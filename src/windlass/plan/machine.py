@@ -78,9 +78,6 @@ def _find_measured_rates(cluster: Cluster, gpu: Gpu, where: Where) -> tuple[Rate
     return read_machine(own_file, gpu, ranks, str(own_file)), ()
 
 
-# --- the machine file, which `windlass calibrate` writes ------------------
-
-
 def own_machine_file(kind: str, ranks: int) -> Path:
     """Return the path of this host's machine file, which exists if the host was calibrated."""
     return FOLDER.expanduser() / f"{platform.node()}-{ranks}-{kind}.json"
@@ -112,11 +109,15 @@ def read_machine(path: Path, gpu: Gpu, ranks: int, where: str) -> Rates:
             f"{file} {what}", where, "write one on such a machine: `windlass calibrate --out FILE`", "unreadable"
         ) from None
     raise_all([*_problems(content, file, gpu, ranks)])
-    rates = content["rates"]
-    points = {key: tuple(map(tuple, rates[key])) for key in ("grouped", "attention", "attention_backward")}
-    products = {dtype: tuple(map(tuple, rows)) for dtype, rows in rates["products"].items()}
-    collectives = tuple(Collective(**values) for values in rates["collectives"])
-    return Rates(**{**rates, **points, "products": products, "collectives": collectives})
+    return build_rates(content["rates"])
+
+
+def build_rates(values: Mapping[str, Any]) -> Rates:
+    """Return rates that are read from JSON, in which tuples are lists."""
+    points = {key: tuple(map(tuple, values[key])) for key in ("grouped", "attention", "attention_backward")}
+    products = {dtype: tuple(map(tuple, rows)) for dtype, rows in values["products"].items()}
+    collectives = tuple(Collective(**collective) for collective in values["collectives"])
+    return Rates(**{**values, **points, "products": products, "collectives": collectives})
 
 
 def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem]:
@@ -124,20 +125,12 @@ def _problems(content: Any, file: str, gpu: Gpu, ranks: int) -> Iterator[Problem
     if not isinstance(content, dict) or not {"windlass", "kind", "ranks", "rates", "digest"} <= content.keys():
         yield Problem("is not a machine file", file, "write one: `windlass calibrate --out FILE`", "not-machine-file")
     elif content["windlass"] != __version__:
-        yield Problem(
-            f"was written by windlass {content['windlass']}, this is {__version__}",
-            f"{file}: windlass",
-            AGAIN,
-            "other-version",
-        )
+        text = f"was written by windlass {content['windlass']}, this is {__version__}"
+        yield Problem(text, f"{file}: windlass", AGAIN, "other-version")
     elif content["kind"] != gpu.name:
         hint = "set cluster.gpu to what was measured, or cluster.machine to a file of this kind"
-        yield Problem(
-            f"was measured on {content['kind']}, the run is planned for {gpu.name}",
-            f"{file}: kind",
-            hint,
-            "measured-otherwise",
-        )
+        problem = f"was measured on {content['kind']}, the run is planned for {gpu.name}"
+        yield Problem(problem, f"{file}: kind", hint, "measured-otherwise")
     elif gpu.name == "cpu" and content["ranks"] != ranks:
         hint = f"`windlass calibrate --ranks {ranks} --out FILE`"
         what = f"was measured with {content['ranks']} ranks on the processor, the run has {ranks}, which share it"

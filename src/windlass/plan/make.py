@@ -10,14 +10,11 @@ from windlass.model.saved_adapter import continue_adapter
 from windlass.model.targets import resolve_adapter
 from windlass.plan.advice import advise_faster_layout, find_cautions
 from windlass.plan.cost import Workload, estimate_cost, read_shape
-from windlass.plan.layout import AUTO, LAYOUTS, Layout, rule_out_layouts
+from windlass.plan.layout import AUTO, LAYOUTS, Layout, read_request, rule_out_layouts
 from windlass.plan.machine import find_machine
-from windlass.plan.padding import RowLengths
 from windlass.plan.plan import Plan
-from windlass.plan.request import read_request
 from windlass.plan.resolve import resolve_auto
-from windlass.plan.rows import DataSample, sample_data
-from windlass.plan.schedule import make_schedule
+from windlass.plan.rows import DataSample, RowLengths, make_schedule, sample_data
 from windlass.plan.search import Search, choose_fitting, divide_batch, list_impossible
 from windlass.plan.split_rows import check_split_rows, list_splits, needs_mask
 from windlass.plan.step_time import ONE_BY_ONE
@@ -38,11 +35,9 @@ def make_plan(
     compare: bool = True,
     is_here: bool = False,
 ) -> Plan:
-    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine.
-
-    `base`, `sample`: of its model and rows, if they are read already. `compare`: also with other numbers of nodes, and
-    find out what would make it faster. `is_here`: it is trained by the libraries of this process.
-    """
+    """Plan a run; raise an error with everything in the run file that does not fit the model or the machine. `base`,
+    `sample`: of its model and rows, if they are read already. `compare`: also with other numbers of nodes, and find out
+    what would make it faster. `is_here`: it is trained by the libraries of this process."""
     if loaded.trials:
         return plan_sweep(loaded, partial(make_plan, is_here=is_here), base, compare=compare)
 
@@ -61,7 +56,7 @@ def make_plan(
     raise_all(check_rows(sample))
     run, chosen = resolve_auto(loaded, base, request.readers, request.precision, sample)
     loaded = replace(loaded, run=run)
-    raise_all(check_family(run, base, where))
+    raise_all([*check_family(run, base, where)])
 
     # 3. The machine, and whether it, the model and the adapter allow what is requested.
     machine = find_machine(run.cluster, where)
@@ -143,14 +138,6 @@ def make_plan(
     return replace(plan, warnings=tuple(find_cautions(plan, sample.problems, work.shape)), notes=notes)
 
 
-def _name_twice_rounded(plan: Plan) -> str:
-    """Return what can't add an adapter inside the product that it is added to."""
-    if plan.run.lora.use_dora:
-        return "DoRA"
-    grouped = plan.run.lora.experts and not plan.machine.gpu.name.startswith(ONE_BY_ONE)
-    return f"the grouped product of experts on {plan.machine.gpu.name}" if grouped else ""
-
-
 def _list_notes(plan: Plan) -> Iterator[str]:
     """Yield notes about the run file, the model and the choices made."""
     base = plan.base
@@ -162,8 +149,13 @@ def _list_notes(plan: Plan) -> Iterator[str]:
     if plan.layout.is_sharded and plan.run.train.in_bf16 and plan.run.model.torch_dtype == "float32":
         text = "sharded weights in float32 are gathered in bfloat16, in which the sum between layers is then, too"
         yield f"{text}; a resident base keeps that in float32, so that losses differ a little"
-    layer = _name_twice_rounded(plan) if plan.run.in_16_bits else ""
-    if layer:
+    # What can't add an adapter inside the product that it is added to.
+    layer = ""
+    if plan.run.lora.use_dora:
+        layer = "DoRA"
+    elif plan.run.lora.experts and not plan.machine.gpu.name.startswith(ONE_BY_ONE):
+        layer = f"the grouped product of experts on {plan.machine.gpu.name}"
+    if layer and plan.run.in_16_bits:
         yield f"{layer} rounds its sum twice in training, as PEFT does: bfloat16 swallows part of a small adapter"
     yield from plan.loaded.notes
     yield from base.notes

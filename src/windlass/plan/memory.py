@@ -1,9 +1,7 @@
 """Estimate the bytes on one GPU and on one host, by phase and by moment of a step, each with its formula.
 
-The forward keeps the tensors that autograd saves in transformers' layers with a frozen base: a frozen linear saves
-nothing but its weight, which is in memory anyway; only norms, activation functions, attention, routing and adapters
-save inputs. On a GPU fused norms and adapters save fewer (train/patches.py). benchmarks/memory_model.py compares these
-estimates with torch's own tracker.
+The forward keeps what autograd saves in transformers' layers with a frozen base: inputs of norms, activation functions,
+attention, routing and adapters. benchmarks/memory_model.py compares these estimates with torch's own tracker.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ OPTIMIZERS: dict[str, tuple[float, float, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One line of the memory table."""
-
     item: str
     bytes: float
     formula: str
@@ -105,9 +101,6 @@ def total_bytes(table: Iterable[MemoryRow], place: str) -> float:
         if row.place == place:
             sums[row.phase] += row.bytes
     return max(sums.values(), default=0.0)
-
-
-# --- memory that stays from step to step ------------------
 
 
 def find_optimizer_states(name: str) -> tuple[float, float, str]:
@@ -194,9 +187,6 @@ def adapter_share(work: Workload) -> tuple[int, str]:
 def full_weights_share(work: Workload) -> int:
     """Count the parameters of the base itself that are trained on one rank: they are sharded like the base."""
     return ceil(sum(work.shape.adapter.in_full.values()) / work.layout.shard)
-
-
-# --- temporary memory of a step ------------------
 
 
 def list_training_moments(work: Workload) -> dict[str, list[MemoryRow]]:
@@ -420,9 +410,6 @@ def dequantized_bytes(shape: Sequence[int], expert_parallel: int, width: int) ->
     return most
 
 
-# --- one layer ------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The inputs that a layer's bytes depend on, besides the layer."""
@@ -448,12 +435,14 @@ class Tokens:
 
     @classmethod
     def of(cls, work: Workload) -> Tokens:
+        # Fused norms keep their input as it comes. Those of families without counts may not be fused.
+        fused = not work.separate and work.shape.base.family.model_type in load_operators()["fused"]
         return cls(
             count=work.tokens,
             width=work.width,
             cast=work.casts_inputs,
             inputs=work.input_width,
-            norm=max(work.base_bytes, work.width) if fuses_norms(work) else FLOAT,
+            norm=max(work.base_bytes, work.width) if fused else FLOAT,
             mask=1.0 if work.dropout else 0.0,
             dora=work.dora,
             heads=work.shape.heads,
@@ -477,11 +466,6 @@ class Tokens:
     def rows(self) -> float:
         """Return the rows per token at the experts."""
         return self.top_k * self.surplus
-
-
-def fuses_norms(work: Workload) -> bool:
-    """Return whether norms keep their input as it comes. Those of families without counts may not be fused."""
-    return not work.separate and work.shape.base.family.model_type in load_operators()["fused"]
 
 
 def layer_bytes(layer: Layer, t: Tokens) -> float:
@@ -509,11 +493,9 @@ def layer_bytes(layer: Layer, t: Tokens) -> float:
 
 
 def dora_bytes(lora: AdaptedModule, t: Tokens) -> float:
-    """Return the bytes that one linear layer's forward needs at once to compute the norm of its adapted weight.
-
-    These are the adapter's product, the scaled product, its sum with the weight, the weight in the input's dtype if
-    autocast widened the input, and the identity matrix that went through A.
-    """
+    """Return the bytes that one linear layer's forward needs at once to compute the norm of its adapted weight. These
+    are the adapter's product, the scaled product, its sum with the weight, the weight in the input's dtype if autocast
+    widened the input, and the identity matrix that went through A."""
     weight = lora.inputs * lora.outputs
     width = FLOAT if t.cast else t.width
     return (4 if t.cast else 3) * width * weight + t.width * lora.inputs**2
@@ -550,9 +532,7 @@ def worst_backward(work: Workload, t: Tokens, dequantized: float = 0.0) -> float
 
 def backward_bytes(layer: Layer, hidden: int, t: Tokens, dequantized: float = 0.0) -> float:
     """Return the bytes that a layer's backward needs at its peak, on top of the tensors that the forward kept.
-
-    `dequantized`: bytes of a weight's values during its product.
-    """
+    `dequantized`: bytes of a weight's values during its product."""
     stream = t.count * hidden * 2 * t.width  # gradient of the residual stream and of the branch
     # The widest linear: gradient of its input from the base and from the adapter, the latter also in float32.
     widest = max(layer.mlp, hidden, *(lora.inputs for lora in layer.plain_lora))
@@ -588,9 +568,7 @@ def loss_bytes(shape: ModelShape, t: Tokens) -> tuple[float, str]:
 
 def _attention_bytes(layer: Layer, t: Tokens) -> float:
     """Return the bytes per token of query, key, value, result and log-sum-exps. Fused kernels keep no score matrix.
-
-    Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype.
-    """
+    Under a mask keys and values are repeated for every head, and each layer keeps the mask in the compute dtype."""
     if t.split > 1:  # keys and values of full rows, and their copies with a span's mask; results of the pieces, and all
         keys = t.split * layer.gathered + t.copied * (layer.gathered + t.heads + settings.SPLIT_QUERIES)
         return (layer.query + 2 * layer.attended + keys) * t.width + FLOAT * t.heads
@@ -610,9 +588,6 @@ def _adapter_input_bytes(adapted: Sequence[AdaptedModule], t: Tokens) -> float:
         width = t.inputs if t.cast else t.width
         return sum((width + t.mask) * lora.inputs for lora in adapted)
     return sum(width * t.width for _, width in {(lora.part, lora.inputs) for lora in adapted if lora.leaf != "o_proj"})
-
-
-# --- the host ------------------
 
 
 def _host_rows(work: Workload, on_rank: Mapping[str, float]) -> list[MemoryRow]:
@@ -646,12 +621,11 @@ def _host_rows(work: Workload, on_rank: Mapping[str, float]) -> list[MemoryRow]:
 
 
 def _pin(size: int) -> int:
-    """Return the bytes that a request takes of torch's pinned-memory allocator: it rounds up to a power of two."""
+    """Round up to a power of two, as torch's pinned-memory allocator does."""
     return 1 << (size - 1).bit_length()
 
 
 def _pinned_bytes(work: Workload) -> float:
-    """Return the bytes of the base that one rank pins."""
     shard = work.layout.shard
     split = work.layout.expert_parallel
 

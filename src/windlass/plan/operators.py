@@ -88,10 +88,8 @@ def load_operators() -> dict[str, Any]:
 def count_dispatch(
     shape: ModelShape, layer: Layer, phase: str, length: int, *, separate: bool, dora: bool = False
 ) -> DispatchCounts:
-    """Return the work of a forward or backward, with separate operators or fused as on GPUs (DoRA is never fused).
-
-    A family without counts uses those of the most similar one.
-    """
+    """Return the work of a forward or backward, with separate operators or fused as on GPUs (DoRA is never fused). A
+    family without counts uses those of the most similar one."""
     if layer.traced:  # plus what the trace leaves out: adapters and routed experts
         rest = count_dispatch(shape, replace(layer, traced=None), phase, length, separate=separate, dora=dora)
         bare = replace(layer, traced=None, plain_lora=(), expert_lora=(), expert=0, experts=0)

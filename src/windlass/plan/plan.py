@@ -17,14 +17,12 @@ from windlass.model import Base
 from windlass.model.targets import Adapter
 from windlass.plan.cost import BatchSize, Cost
 from windlass.plan.layout import Layout
-from windlass.plan.rows import Counts
-from windlass.plan.schedule import Schedule, make_schedule
+from windlass.plan.rows import Counts, Schedule, make_schedule
 from windlass.plan.search import Candidate, Contenders, Search
 from windlass.plan.split_rows import needs_mask
 from windlass.plan.together import Group
 from windlass.runfile import Loaded, RunFile
-from windlass.runfile.halving import Halving, list_halvings, share_of_steps
-from windlass.runfile.sweep import Trial
+from windlass.runfile.sweep import Halving, Trial, list_halvings, share_of_steps
 
 BY_STEP = ("steps", "evaluations", "checkpoints")  # of a run's seconds
 CANDIDATE_FIGURES = (
@@ -87,22 +85,18 @@ class Plan:
 
     @property
     def trial(self) -> Trial | None:
-        """What makes this run a trial of a sweep."""
         return self.loaded.trial
 
     @property
     def where(self) -> Where:
-        """Return the function that names the place of a run file's key."""
         return self.loaded.where
 
     @property
     def file(self) -> Path:
-        """Return the run file."""
         return self.loaded.path
 
     @property
     def folder(self) -> Path:
-        """Return the run folder."""
         return Path(self.run.folder)
 
     @property
@@ -184,88 +178,81 @@ class Plan:
         return None if self.hours is None else self.hours * self.layout.ranks
 
     def estimate_gpu_hours(self, other: Candidate) -> float | None:
-        """Return the GPU-hours of the same run under another layout."""
         readers = other.layout.readers
         schedule = make_schedule(self.run.train, other.cost.batch, readers, self.adapter, self.counts)
         seconds = self._seconds(other.cost, readers, schedule)
         return None if seconds is None else sum(seconds.values()) * other.layout.ranks / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON of `windlass plan --json` and plan.json."""
-        return describe_plan(self)
-
-
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON. Its keys are an interface: add, never rename."""
-    base = plan.base
-    cost = plan.cost
-    return {
-        "windlass": __version__,
-        "model": {
-            "name": base.name,
-            "path": str(base.path) if base.path else None,
-            "class": base.family.causal_lm,
-            "wrapper": base.wrapper.architecture if base.wrapper else None,
-        },
-        "parameters": {"total": plan.total, "by_part": dict(plan.by_part), "disk_bytes": plan.disk_bytes},
-        "adapter": {
-            **_pick(plan.adapter, "r alpha trainable"),
-            "percent": 100 * plan.adapter.trainable / plan.total,
-            "targets": [
-                {
-                    **_pick(target, "pattern names part"),
-                    "modules": len(target.modules),
-                    **_pick(target, "parameters note"),
-                    "matched": list(target.modules),
-                }
-                for target in plan.adapter.targets
-            ],
-        },
-        "batch": {
-            **_pick(plan.batch, "micro accumulation"),
-            "max_length": plan.batch.length,
-            "sides": plan.batch.sides,
-            **asdict(plan.schedule),
-            "tried": [
-                {
-                    **_pick(tried.batch, "micro accumulation"),
-                    "fits": tried.has_headroom,
-                    **_pick(tried, "gpu_gib step_seconds tokens_per_second"),
-                }
-                for tried in plan.tried
-            ],
-        },
-        "memory": {
-            **_pick(cost, "gpu_gib host_gib fits remedy"),
-            "gpu_memory_gib": plan.machine.gpu.memory_gib,
-            "rows": [{**_pick(row, "phase place item formula"), "gib": row.bytes / GIB} for row in cost.rows],
-        },
-        "traffic": [asdict(flow) for flow in cost.flows],
-        "layout": {**asdict(plan.layout), "ranks": plan.layout.ranks},
-        "layouts": [*_describe_layouts(plan)],
-        "estimate": {
-            **_pick(cost, "step_seconds step_seconds_serial tokens_per_second mfu wire_gb_per_step"),
-            **_pick(cost, "flops_per_token recompute_flops_per_token"),
-            **_pick(cost, "step_seconds_low step_seconds_high tokens_per_second_low tokens_per_second_high basis"),
-            **_pick(cost, "bound"),
-            **{
-                f"{part}_seconds_per_micro_batch": getattr(cost, f"{part}_seconds")
-                for part in ("compute", "memory", "wire", "transfer", "host", "sync")
+        """Return the JSON of `windlass plan --json` and plan.json. Its keys are an interface: add, never rename."""
+        base = self.base
+        cost = self.cost
+        return {
+            "windlass": __version__,
+            "model": {
+                "name": base.name,
+                "path": str(base.path) if base.path else None,
+                "class": base.family.causal_lm,
+                "wrapper": base.wrapper.architecture if base.wrapper else None,
             },
-            "seconds": plan.seconds,
-            **_pick(plan, "hours gpu_hours"),
-        },
-        **({"trials": describe_trials(plan.trials)} if plan.trials else {}),
-        **({"halvings": [halving._asdict() for halving in plan.halvings]} if plan.halvings else {}),
-        **({"groups": [asdict(group) for group in plan.groups]} if plan.groups else {}),
-        "advice": [asdict(advice) for advice in plan.advice],
-        "warnings": [asdict(warning) for warning in plan.warnings],
-        "notes": list(plan.notes),
-    }
+            "parameters": {"total": self.total, "by_part": dict(self.by_part), "disk_bytes": self.disk_bytes},
+            "adapter": {
+                **_pick(self.adapter, "r alpha trainable"),
+                "percent": 100 * self.adapter.trainable / self.total,
+                "targets": [
+                    {
+                        **_pick(target, "pattern names part"),
+                        "modules": len(target.modules),
+                        **_pick(target, "parameters note"),
+                        "matched": list(target.modules),
+                    }
+                    for target in self.adapter.targets
+                ],
+            },
+            "batch": {
+                **_pick(self.batch, "micro accumulation"),
+                "max_length": self.batch.length,
+                "sides": self.batch.sides,
+                **asdict(self.schedule),
+                "tried": [
+                    {
+                        **_pick(tried.batch, "micro accumulation"),
+                        "fits": tried.has_headroom,
+                        **_pick(tried, "gpu_gib step_seconds tokens_per_second"),
+                    }
+                    for tried in self.tried
+                ],
+            },
+            "memory": {
+                **_pick(cost, "gpu_gib host_gib fits remedy"),
+                "gpu_memory_gib": self.machine.gpu.memory_gib,
+                "rows": [{**_pick(row, "phase place item formula"), "gib": row.bytes / GIB} for row in cost.rows],
+            },
+            "traffic": [asdict(flow) for flow in cost.flows],
+            "layout": {**asdict(self.layout), "ranks": self.layout.ranks},
+            "layouts": [*_describe_layouts(self)],
+            "estimate": {
+                **_pick(cost, "step_seconds step_seconds_serial tokens_per_second mfu wire_gb_per_step"),
+                **_pick(cost, "flops_per_token recompute_flops_per_token"),
+                **_pick(cost, "step_seconds_low step_seconds_high tokens_per_second_low tokens_per_second_high basis"),
+                **_pick(cost, "bound"),
+                **{
+                    f"{part}_seconds_per_micro_batch": getattr(cost, f"{part}_seconds")
+                    for part in ("compute", "memory", "wire", "transfer", "host", "sync")
+                },
+                "seconds": self.seconds,
+                **_pick(self, "hours gpu_hours"),
+            },
+            **({"trials": describe_trials(self.trials)} if self.trials else {}),
+            **({"halvings": [halving._asdict() for halving in self.halvings]} if self.halvings else {}),
+            **({"groups": [asdict(group) for group in self.groups]} if self.groups else {}),
+            "advice": [asdict(advice) for advice in self.advice],
+            "warnings": [asdict(warning) for warning in self.warnings],
+            "notes": list(self.notes),
+        }
 
 
 def describe_trials(trials: tuple[Plan, ...]) -> list[dict[str, Any]]:
-    """Return the trials of a sweep with their figures."""
     return [
         {
             "name": trial.trial.name if trial.trial else "",

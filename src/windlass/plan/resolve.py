@@ -21,12 +21,10 @@ UNKNOWN: Final = 1024  # data.max_length for rows of unknown lengths
 def resolve_auto(
     loaded: Loaded, base: Base, readers: int, precision: str = "bf16", sample: DataSample | None = None
 ) -> tuple[RunFile, tuple[str, ...]]:
-    """Return the run with a value for each `auto` that the data or the model decide, and the reason for each choice.
-
-    A step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences
-    per step. Micro-batches, the layout and recomputation stay `auto`: the plan chooses them by their cost. `precision`:
-    the layout's, bf16 or no. `readers`: ranks, or groups of ranks that split rows.
-    """
+    """Return the run with a value for each `auto` that the data or the model decide, and the reason for each choice. A
+    step trains on the sequences that the user set: packing and epochs are chosen only if no key sets the sequences per
+    step. Micro-batches, the layout and recomputation stay `auto`: the plan chooses them by their cost. `precision`: the
+    layout's, bf16 or no. `readers`: ranks, or groups of ranks that split rows."""
     run = loaded.run
     sample = sample or sample_data(run.data, base.path, loaded.where)
     data: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""How many sequences the rows make: counted from the run's tokens, estimated from a sample, or from bytes.
+"""How many sequences the rows make, counted or estimated from a sample or bytes, and the steps of a run on them.
 
-`init`, `plan`, and what they choose take their numbers from here. With the tokenizer and the rows here, a sample is
-rendered and tokenized as in training; otherwise a token is taken for BYTES_PER_TOKEN bytes.
+With the tokenizer and the rows here, a sample is rendered and tokenized as in training; else by BYTES_PER_TOKEN.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean, stdev
@@ -18,10 +18,12 @@ from windlass.data.select import RowSet, count_per_epoch, list_all_sets, list_tr
 from windlass.data.sources import count_rows, parse_split, resolve_source
 from windlass.errors import Problem, UserError, Where
 from windlass.files import read_json
+from windlass.model.targets import Adapter
 from windlass.observe.format import format_plural
-from windlass.plan.padding import RowLengths
+from windlass.plan.workload import BatchSize
 from windlass.run_folder import DATA
-from windlass.runfile import Data
+from windlass.runfile import Data, Train
+from windlass.settings import WINDOW_BATCHES
 
 # Bytes of English text per token: WikiText-2 has 11.06 MB in 24,200 non-blank rows, 110 tokens each.
 BYTES_PER_TOKEN = 4.15
@@ -30,11 +32,46 @@ TOKENS: Final = 250_000  # of a sample, about
 MARGIN: Final = 1.25  # for text with more tokens per byte than English, and for tokens that a chat template adds
 GROUP: Final = 100  # rows that a sample has at least
 LEAST_OFF: Final = 0.03  # by what packing a sample differs from packing all rows
+STATE_BYTES: Final = 8  # AdamW keeps two float32 moments per trainable parameter
+MOST_ROWS: Final = 4096  # of a window of padded rows: more say nothing new about a sample
 DEVIATIONS: Final = 2.5  # of the mean of a sample, that its estimates may be off by
 
 NO_DATA: Final = "no data"  # why the rows of a run without a data set can't be counted
 
 Document = tuple[int, int]  # its tokens (a pair's: of its longer side), position of the first that loss is computed on
+
+
+@dataclass(frozen=True, slots=True)
+class RowLengths:
+    """The tokens of rows as they are trained on, cut to max_length."""
+
+    usual: int  # the mean
+    sample: tuple[int, ...] = ()  # shortest first; empty if rows are not padded, or of one length
+    count: int | None = None  # rows of an epoch; None: a stream, which is not sorted
+
+    def pad(self, micro: int, step_rows: int) -> float:
+        """Return the mean length after padding, in micro-batches of `micro` rows and steps of `step_rows`."""
+        if micro == 1 or not self.sample:
+            return self.usual
+        if self.count is None:
+            return _pad_at_random(self.sample, micro)
+        return _pad_sorted(self.sample, micro, min(self.count, step_rows * WINDOW_BATCHES, MOST_ROWS))
+
+
+@cache
+def _pad_at_random(sample: tuple[int, ...], micro: int) -> float:
+    """Return the expected longest of `micro` rows that are drawn from the sample."""
+    known = len(sample)
+    chances = [((place + 1) / known) ** micro - (place / known) ** micro for place in range(known)]
+    return sum(length * chance for length, chance in zip(sample, chances, strict=True))
+
+
+@cache
+def _pad_sorted(sample: tuple[int, ...], micro: int, rows: int) -> float:
+    """Return the mean of the longest in each micro-batch of a window of `rows` rows, sorted, distributed as the
+    sample."""
+    firsts = range(0, max(1, rows), micro)  # each micro-batch's longest row, counted from the window's longest
+    return fmean(sample[-1 - place * len(sample) // max(1, rows)] for place in firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +166,8 @@ class DataSample:
         return [(math.ceil(tokens * scale), trained_at) for (tokens, trained_at), scale in documents]
 
     def count(self, data: Data, folder: str) -> Counts:
-        """Count the sequences: exactly if the tokens in the run folder are those of these files and settings.
-
-        Nothing is chosen by exact numbers: a run that is started again must be the same.
-        """
+        """Count the sequences: exactly if the tokens in the run folder are those of these files and settings. Nothing
+        is chosen by exact numbers: a run that is started again must be the same."""
         counts = self.estimate(data)
         recorded = read_json(Path(folder) / DATA).get("sequences") or {}
         if not recorded or recorded["inputs"] != fingerprint_inputs(data, self.tokenizer, self.train[0].of.where):
@@ -312,3 +347,71 @@ def estimate_tokens(value: Any) -> int:
         return 0
     ids = [estimate_tokens(part) for part in value if isinstance(part, list) and part and isinstance(part[0], int)]
     return max(ids) if ids else sum(map(estimate_tokens, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The length of the run. Fields are None if the number of rows is unknown."""
+
+    rows: int | None  # sequences of an epoch, or pairs
+    rows_reason: str  # how the rows were counted, or why they could not be
+    tolerance: float | None  # the share by which `rows` may be off; 0: none; None: estimated without the tokenizer
+    global_sequences: int  # micro-batch x readers x accumulation
+    tokens_per_step: int  # when every row is full
+    steps_per_epoch: int | None
+    steps: int | None
+    warmup_steps: int | None
+    evaluations: int | None
+    checkpoints: int | None  # written during the run
+    checkpoints_kept: int | None
+    checkpoint_bytes: int
+
+
+def make_schedule(train: Train, batch: BatchSize, readers: int, adapter: Adapter, counts: Counts) -> Schedule:
+    """Compute the schedule, rounded as in the Trainer: ceil(rows / ranks) rows per rank, a last short step counts.
+    `readers`: ranks, or groups of ranks that split rows."""
+    rows = counts.sequences
+    per_epoch = None
+    if rows is not None:
+        micro_batches = math.ceil(math.ceil(rows / readers) / batch.micro)
+        per_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
+    steps = None
+    if train.max_steps > 0:
+        steps = train.max_steps
+    elif per_epoch is not None:
+        steps = math.ceil(per_epoch * train.epochs)
+    warmup: int | None = train.warmup_steps or 0
+    if not warmup and train.warmup_ratio:
+        warmup = None if steps is None else math.ceil(steps * train.warmup_ratio)
+    saves = _count_events(train.save_strategy, train.save_steps, steps, per_epoch)
+    kept = saves
+    if saves is not None and train.save_total_limit is not None:
+        kept = min(saves, train.save_total_limit)
+    global_sequences = batch.micro * readers * batch.accumulation
+    return Schedule(
+        rows=rows,
+        rows_reason=counts.reason,
+        tolerance=0.0 if train.max_steps > 0 else counts.tolerance,
+        global_sequences=global_sequences,
+        tokens_per_step=global_sequences * batch.sides * batch.length,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        warmup_steps=warmup,
+        evaluations=_count_events(train.evaluation, train.eval_steps, steps, per_epoch),
+        checkpoints=saves,
+        checkpoints_kept=kept,
+        checkpoint_bytes=adapter.trainable * (adapter.dtype_bytes + STATE_BYTES),
+    )
+
+
+def _count_events(strategy: str, every: float | None, steps: int | None, per_epoch: int | None) -> int | None:
+    """Return how often the run evaluates or saves with this strategy; `every` below 1 is a share of the run."""
+    if strategy == "no":
+        return 0
+    if steps is None:
+        return None
+    if strategy == "epoch":
+        return None if per_epoch is None else math.ceil(steps / per_epoch)
+    if every and every < 1:
+        return steps // max(1, math.ceil(steps * every))
+    return steps // int(every or 1)

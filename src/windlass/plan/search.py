@@ -18,7 +18,7 @@ from windlass.plan.layout import (
     resolve_layout,
     why_not_expert_parallel,
 )
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.runfile import Loaded, Train
 from windlass.runfile.reference import format_value
 from windlass.settings import FOUR_BITS, IN_NAMES, PUBLISHED
@@ -47,18 +47,12 @@ class Candidate:
     here: bool  # it uses the run's number of nodes; False: more or fewer
     why_not: str = ""  # why training cannot use it; empty if it can
 
-    @property
-    def seconds(self) -> float:
-        return self.cost.step_seconds
-
     def with_reason(self, reason: str) -> Candidate:
         return replace(self, layout=replace(self.layout, reason=reason))
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The run that a layout is chosen for."""
-
     work: Workload
     lengths: RowLengths
     batches: BatchesOf
@@ -80,11 +74,9 @@ class Search:
                 best, tried = try_batches(self.work, layout, self.lengths, self.batches(layout.readers))
                 candidates.append(Candidate(name, layout, best, tried, is_here, why_not))
 
-        def sort_key(c: Candidate) -> tuple[bool, bool, float]:
-            """Put possible and fitting layouts first, then sort by GPU-hours per token: more nodes must pay off."""
-            return bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second
-
-        return tuple(sorted(candidates, key=sort_key))
+        # Possible and fitting layouts first, then by GPU-hours per token: more nodes must pay off.
+        candidates.sort(key=lambda c: (bool(c.why_not), not c.cost.fits, c.layout.ranks / c.cost.tokens_per_second))
+        return tuple(candidates)
 
 
 def choose_fitting(search: Search, request: Layout, place: str) -> tuple[Candidate, Contenders]:
@@ -167,18 +159,16 @@ def choose(search: Search, request: Layout, place: str, splits: Sequence[int] = 
     return best.with_reason(reason), contenders
 
 
-# --- candidate layouts ------------------
-
-
 def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
-    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many.
-
-    `experts`: routed experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is
-    then also listed with the base as published, unless the run sets its dtype.
-    """
+    """Return every layout on the run's nodes, then sensible ones on a quarter to twice as many. `experts`: routed
+    experts per layer, 0 for a dense model. `kept`: the checkpoint's quantized dtype; each layout is then also listed
+    with the base as published, unless the run sets its dtype."""
     free = _leave_open(request)
     layouts: list[NamedLayout] = []
-    for nodes in (request.nodes, *_list_other_nodes(request.nodes)):
+    others = {max(1, request.nodes // 4), request.nodes // 2, request.nodes * 3 // 2, request.nodes * 2}
+    if request.nodes <= 4:
+        others = {*range(1, 2 * request.nodes + 1)}
+    for nodes in (request.nodes, *sorted(others - {request.nodes})):
         is_here = nodes == request.nodes
         for dtype in _list_dtypes(free, kept):
             on_nodes = replace(free, nodes=nodes, base_dtype=dtype)
@@ -210,21 +200,12 @@ def list_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLay
 
 
 def list_impossible(request: Layout, experts: int) -> dict[str, str]:
-    """Return the layouts that are impossible on the run's nodes, and why."""
     variants = _list_variants(replace(_leave_open(request), base_dtype=request.base_dtype or "bf16"), experts)
     return {title: why_not for title, why_not, _ in variants if why_not}
 
 
 def _leave_open(request: Layout) -> Layout:
     return replace(request, reason="", **{key: OPEN[key] for key in FREE_KEYS})
-
-
-def _list_other_nodes(nodes: int) -> list[int]:
-    """Return the other numbers of nodes that are compared, smallest first."""
-    others = {max(1, nodes // 4), nodes // 2, nodes * 3 // 2, nodes * 2}
-    if nodes <= 4:
-        others = {*range(1, 2 * nodes + 1)}
-    return sorted(others - {nodes})
 
 
 def list_named_layouts(request: Layout, experts: int, kept: str = "") -> list[NamedLayout]:
@@ -272,15 +253,10 @@ def _list_variants(request: Layout, experts: int) -> Iterator[tuple[str, str, La
     yield "resident", "", resident
 
 
-# --- candidate micro-batches ------------------
-
-
 def list_micro_batches(train: Train, accumulation: int, length: int) -> tuple[BatchSize, ...]:
     """Return the micro-batch that the run file sets, or every way to split an optimizer step, smallest first.
-
     `accumulation`: micro-batches of an optimizer step with the smallest micro-batch. Every rank makes the same choice,
-    since it depends on the run file, the headers and the hardware table only, not on measurements.
-    """
+    since it depends on the run file, the headers and the hardware table only, not on measurements."""
     if not train.plan_cuts_batches:
         return (BatchSize(train.least_batch, accumulation, length, train.sides),)
     return tuple(BatchSize(size, accumulation // size, length, train.sides) for size in list_divisors(accumulation))
@@ -310,9 +286,6 @@ def try_batches(
     return equals[-1], tuple(tried)
 
 
-# --- the best layout ------------------
-
-
 def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest contender that training can use on these nodes and that fits, with headroom if any has it; if
     none fits, the smallest; None if none is possible. Its layout's reason explains the choice."""
@@ -321,42 +294,40 @@ def choose_layout(contenders: Sequence[Candidate]) -> Candidate | None:
         return None
     fitting = [c for c in able if c.cost.has_headroom] or [c for c in able if c.cost.fits]
     if fitting:
-        fastest = min(c.seconds for c in fitting)
-        equals = [c for c in fitting if c.seconds <= fastest * EQUAL]
+        fastest = min(c.cost.step_seconds for c in fitting)
+        equals = [c for c in fitting if c.cost.step_seconds <= fastest * EQUAL]
         best = min(equals, key=lambda c: c.cost.step_seconds_serial)
         reason = _explain_fastest(best, fitting, able)
     else:
         best = min(able, key=lambda c: c.cost.gpu_gib)
         reason = f"none of {len(able)} layouts fits, and this one needs least, {best.cost.gpu_gib:.0f} GiB per GPU"
-    chosen = f"chosen{_describe_base(best.layout.base_dtype)}"
+    dtype = best.layout.base_dtype
+    chosen = "chosen"
+    if dtype in PUBLISHED:
+        chosen += f" with the base kept in {dtype.upper()} as published"
+    elif dtype != "bf16":
+        chosen += f" with the base in {dtype.upper()}"
     if best.layout.name in MAY_GATHER_ONCE and not best.layout.reshard_after_forward:
         chosen += f", {GATHERED_ONCE} a step"
     return replace(best, layout=replace(best.layout, reason=f"{chosen}: {reason}"))
 
 
 def _explain_fastest(best: Candidate, fitting: Sequence[Candidate], able: Sequence[Candidate]) -> str:
-    others = sorted((c for c in fitting if c is not best), key=lambda c: c.seconds)
-    if others:
-        margin = others[0].seconds / best.seconds
+    seconds = best.cost.step_seconds
+    second = min((c for c in fitting if c is not best), key=lambda c: c.cost.step_seconds, default=None)
+    if second:
+        margin = second.cost.step_seconds / seconds
         ahead = f"{margin:.2f} x faster than" if margin >= EQUAL else "as fast as"
-        reason = f"the fastest of the {len(fitting)} layouts that fit, {best.seconds:.3g} s a step: {ahead} the next "
-        reason += f"({others[0].name})"
+        reason = f"the fastest of the {len(fitting)} layouts that fit, {seconds:.3g} s a step: {ahead} the next "
+        reason += f"({second.name})"
     elif len(able) > 1:
         reason = f"the only one of {len(able)} layouts that fits"
     else:
         reason = "the only layout that is possible"
-    tight = [c for c in able if c.cost.fits and not c.cost.has_headroom and c.seconds < best.seconds]
+    tight = [c for c in able if c.cost.fits and not c.cost.has_headroom and c.cost.step_seconds < seconds]
     if tight and best.cost.has_headroom:
         reason += f"; {tight[0].name} would be faster, but leaves less than {HEADROOM:.0%} of the GPU free"
     return reason
-
-
-def _describe_base(dtype: str) -> str:
-    if dtype == "bf16":
-        return ""
-    if dtype in PUBLISHED:
-        return f" with the base kept in {dtype.upper()} as published"
-    return f" with the base in {dtype.upper()}"
 
 
 def is_same_layout(one: Layout, other: Layout) -> bool:
@@ -384,8 +355,8 @@ def drop_dominated(contenders: Sequence[Candidate], planned: Layout) -> list[Can
 
 def _dominates(rival: Candidate, c: Candidate) -> bool:
     """Return whether `rival` needs no more memory and no more time, and less of one."""
-    theirs = (rival.cost.gpu_gib, rival.seconds)
-    ours = (c.cost.gpu_gib, c.seconds)
+    theirs = (rival.cost.gpu_gib, rival.cost.step_seconds)
+    ours = (c.cost.gpu_gib, c.cost.step_seconds)
     return theirs != ours and theirs[0] <= ours[0] and theirs[1] <= ours[1]
 
 

@@ -18,9 +18,8 @@ from windlass.plan.advice import OF_ALL
 from windlass.plan.cost import HEADROOM, BatchSize, Cost
 from windlass.plan.layout import Layout
 from windlass.plan.longest import find_planned_longest_row
-from windlass.plan.plan import Advice, Caution, Plan
-from windlass.plan.rows import NO_DATA
-from windlass.plan.schedule import Schedule
+from windlass.plan.plan import Plan
+from windlass.plan.rows import NO_DATA, Schedule
 from windlass.plan.script import AnyPlan, ScriptPlan
 from windlass.plan.search import Candidate, drop_dominated, is_same_layout, list_overrides
 
@@ -35,64 +34,53 @@ Named = tuple[str, str]  # a paragraph's label and text
 def print_plan(plan: AnyPlan, *, details: bool = False, formulas: bool = False, compare: bool = False) -> None:
     """Print a plan to stdout. `details`: tables; `formulas`: all rows with their formula; `compare`: other layouts."""
     console = Console(highlight=False, emoji=False, markup=False)
+    for part in _list_parts(plan, console.width, details or formulas, formulas, compare):
+        console.print(part)
+
+
+def _list_parts(plan: AnyPlan, width: int, details: bool, formulas: bool, compare: bool) -> Iterator[Table | Text]:
+    notes = [("note", note) for note in plan.notes]
     if not isinstance(plan, Plan):
-        notes = [("note", note) for note in plan.notes]
-        for line in _paragraphs([*_script_lines(plan), *notes], console.width):
-            console.print(line)
+        yield from _paragraphs([*_script_lines(plan), *notes], width)
         return
-    details = details or formulas
-    for line in _summary(plan, console.width, LINES, detailed=details):
-        console.print(line)
+    yield from _summary(plan, width, detailed=details)
     if compare or details or plan.trials:
-        console.print()
+        yield Text()
     if plan.trials:
-        console.print(_list_trials(plan))
+        yield _list_trials(plan)
         if any(len(group.names) > 1 for group in plan.groups):
-            console.print(_list_groups(plan))
+            yield _list_groups(plan)
     if compare:
-        for part in _comparison(plan, console.width):
-            console.print(part)
+        yield from _comparison(plan, width)
     if details:
-        for table in _tables(plan, formulas):
-            console.print(table)
+        yield from _tables(plan, formulas)
         if not plan.trials:
-            for line in _paragraphs([("longest", f"row that fits: {_describe_longest(plan)}")], console.width):
-                console.print(line)
-        for line in _paragraphs([("note", note) for note in plan.notes], console.width):
-            console.print(line)
+            row = find_planned_longest_row(plan)
+            longest = f"{row.longest:,} tokens{' recomputed' if row.recomputed_tokens > row.tokens else ''}"
+            notes.insert(0, ("longest", f"row that fits: {'; '.join([longest, *row.longer])}"))
+        yield from _paragraphs(notes, width)
 
 
-# --- fifteen lines ------------------
-
-
-def _summary(plan: Plan, width: int, most: int, *, detailed: bool) -> list[Text]:
-    """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each.
-
-    detailed: tables follow.
-    """
-    lines = [*_paragraphs([_verdict(plan), *_lines(plan)], width)]
-    paragraphs = [("warning", _describe_caution(caution)) for caution in plan.warnings]
-    if plan.advice:
-        paragraphs.append(("faster", _describe_faster(plan.advice[0])))
+def _summary(plan: Plan, width: int, *, detailed: bool) -> list[Text]:
+    """Return the summary, verdict first. Warnings include their override, in full if the others keep a line each."""
+    lines = [*_paragraphs(_lines(plan), width)]
+    paragraphs = [
+        ("warning", f"{caution.text}: --override {caution.override}" if caution.override else caution.text)
+        for caution in plan.warnings
+    ]
+    for best in plan.advice[:1]:
+        change = best.remark if best.change == OF_ALL else best.change.replace(": ", "=")
+        paragraphs.append(("faster", f"{best.gain:,.1f} x with {change}"))
     details = f"{format_plural(len(plan.notes), 'note')}, tables"
     for number, (name, text) in enumerate(paragraphs, 1):
         more = [*_paragraphs([(name, text)], width)]
-        if len(lines) + len(more) + len(paragraphs) - number < most:
+        if len(lines) + len(more) + len(paragraphs) - number < LINES:
             lines += more
         elif name == "warning":
             lines += _paragraphs([(name, textwrap.shorten(text, width - LABEL, placeholder=" …"))], width)
             details = f"warnings in full, {format_plural(len(plan.notes), 'note')}, tables"
     further = "--explain: every row, with its formula" if detailed else f"--details: {details}"
     return [*lines, *_paragraphs([("more", f"{further}; --compare: other layouts")], width)]
-
-
-def _describe_caution(caution: Caution) -> str:
-    return f"{caution.text}: --override {caution.override}" if caution.override else caution.text
-
-
-def _describe_faster(best: Advice) -> str:
-    change = best.remark if best.change == OF_ALL else best.change.replace(": ", "=")
-    return f"{best.gain:,.1f} x with {change}"
 
 
 def _paragraphs(named: Iterable[Named], width: int) -> Iterator[Text]:
@@ -118,13 +106,6 @@ NARROW: Final = 72  # columns that the comparison needs in full
 STYLES = {"fits": "bold green", "does not fit": "bold red", "warning": "yellow", "hint": "cyan", "note": "cyan"}
 
 
-def _verdict(plan: Plan) -> Named:
-    cost = plan.cost
-    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {_gpu_or_rank(plan)}"
-    need += f", {cost.host_gib:,.1f} GiB of host memory a node"
-    return ("fits", need) if cost.fits else ("does not fit", f" {need}")
-
-
 def _gpu_or_rank(plan: Plan) -> str:
     return "rank" if plan.machine.gpu.name == "cpu" else "GPU"
 
@@ -133,6 +114,9 @@ def _lines(plan: Plan) -> Iterator[Named]:
     cost = plan.cost
     layout = plan.layout
     batch = plan.batch
+    need = f"{cost.gpu_gib:,.1f} GiB of {plan.machine.gpu.memory_gib:,.1f} GiB a {_gpu_or_rank(plan)}"
+    need += f", {cost.host_gib:,.1f} GiB of host memory a node"
+    yield ("fits", need) if cost.fits else ("does not fit", f" {need}")
     if not cost.fits:
         yield "hint", cost.remedy
     rate = f"{format_rough(cost.tokens_per_second_low)} to {format_rough(cost.tokens_per_second_high)} tokens/s"
@@ -145,7 +129,11 @@ def _lines(plan: Plan) -> Iterator[Named]:
             yield "halving", _describe_halvings(plan)
         yield "figures", f"of the largest trial, {largest.loaded.trial.name if largest.loaded.trial else ''}"
     if plan.run.objective.has_reference:
-        yield "reference", f"  {_describe_reference(plan)}"
+        text = "of an unknown number of pairs,"
+        if plan.seconds is not None and plan.schedule.rows is not None:
+            pairs = format_plural(plan.schedule.rows + (plan.evaluated or 0), "pair")
+            text = f"{pairs}, {format_duration(plan.seconds['reference'])}"
+        yield "reference", f"  {text} before step 1"
     yield "layout", f"{layout.name}: {layout.reason}"
     yield "limit", LIMITS[cost.bound]
     here = "" if plan.run.cluster.gpu else "; this machine, for the run file names none: --gpus 8xh100 plans for others"
@@ -166,12 +154,6 @@ def _lines(plan: Plan) -> Iterator[Named]:
         yield "not set", f"chosen: {', '.join(settings)}"
 
 
-def _describe_longest(plan: Plan) -> str:
-    row = find_planned_longest_row(plan)
-    texts = [f"{row.longest:,} tokens{' recomputed' if row.recomputed_tokens > row.tokens else ''}"]
-    return "; ".join([*texts, *row.longer])
-
-
 LIMITS = {
     "compute": "compute: arithmetic",
     "memory": "memory: elementwise operators, decoding and copying weights",
@@ -182,7 +164,6 @@ LIMITS = {
 
 
 def _explain_batch(plan: Plan) -> str:
-    """Return why the plan chose this micro-batch."""
     if not plan.tried[0].has_headroom:
         return f"even micro-batches of 1 leave less than {HEADROOM:.0%} of the GPU free"
     text = f"{plan.batch.micro} chosen of {', '.join(str(cost.batch.micro) for cost in plan.tried)}"
@@ -193,13 +174,17 @@ def _explain_batch(plan: Plan) -> str:
     return f"{text}; {last.batch.micro} would need {last.gpu_gib:,.1f} of {limit:,.1f} GiB"
 
 
+def _format_known(seconds: float | None) -> str:
+    return "unknown" if seconds is None else format_duration(seconds)
+
+
 def _list_trials(plan: Plan) -> Table:
     rows = []
     for trial in plan.trials:
         hours = trial.hours
         seconds = None if hours is None or trial.seconds is None else hours * 3600 - trial.seconds["load"]
         steps = "unknown" if trial.schedule.steps is None else f"{trial.schedule.steps:,}"
-        time = "unknown" if seconds is None else format_duration(seconds)
+        time = _format_known(seconds)
         name = trial.loaded.trial.name if trial.loaded.trial else ""
         cells = [name, f"{trial.adapter.trainable:,}", steps, f"{trial.cost.gpu_gib:,.1f}", time]
         rows.append(([*cells, _yes_or_no(trial.cost.fits)], False))
@@ -221,53 +206,38 @@ def _describe_halvings(plan: Plan) -> str:
 def _list_groups(plan: Plan) -> Table:
     rows = []
     for group in plan.groups:
-        times = [
-            "unknown" if seconds is None else format_duration(seconds)
-            for seconds in (group.seconds, group.seconds_alone)
-        ]
+        times = [_format_known(group.seconds), _format_known(group.seconds_alone), _yes_or_no(group.fits)]
         names = f"{', '.join(group.names)}{f' (alone: {group.reason})' if group.reason else ''}"
-        rows.append(([names, f"{group.gpu_gib:,.1f}", *times, _yes_or_no(group.fits)], False))
+        rows.append(([names, f"{group.gpu_gib:,.1f}", *times], False))
     columns = f"trials >GiB/{_gpu_or_rank(plan)} >together >alone fits"
     return make_table("Time of the steps: together in one micro-batch, and one after the other", columns, rows)
 
 
 def _describe_length(plan: Plan) -> str:
     schedule = plan.schedule
+    on_gpus = plan.machine.gpu.name != "cpu"
+    if schedule.steps is None and not plan.trials:
+        seconds = estimate_millions(plan.cost)
+        text = f"{format_duration(seconds)} for {MILLIONS} M tokens"
+        text += f", {seconds * plan.layout.ranks / 3600:,.2f} GPU-hours" if on_gpus else ""
+        if schedule.rows_reason == NO_DATA:
+            return f"{text}; --data FILE plans an epoch of it"
+        return f"{text}; of the run unknown ({schedule.rows_reason}): train.max_steps sets it"
+    events = _format_events(schedule.evaluations, "evaluation"), _format_events(schedule.checkpoints, "checkpoint")
+    text = ", ".join([_format_steps(schedule), *events])
     if plan.trials:
         most = max(len(group.names) for group in plan.groups)
         how = "one after the other" if most == 1 else f"up to {most} together"
         text = f"{format_plural(len(plan.trials), 'trial')}, {how}, on one loaded base"
-        if plan.hours is None:
-            return f"unknown: {text}"
-        on_gpus = f"; {plan.gpu_hours:,.2f} GPU-hours" if plan.machine.gpu.name != "cpu" else ""
-        return f"{format_duration(plan.hours * 3600)}: {text}{on_gpus}"
-    if schedule.steps is None:
-        seconds = estimate_millions(plan.cost)
-        text = f"{format_duration(seconds)} for {MILLIONS} M tokens"
-        if plan.machine.gpu.name != "cpu":
-            text += f", {seconds * plan.layout.ranks / 3600:,.2f} GPU-hours"
-        if schedule.rows_reason == NO_DATA:
-            return f"{text}; --data FILE plans an epoch of it"
-        return f"{text}; of the run unknown ({schedule.rows_reason}): train.max_steps sets it"
-    text = f"{format_duration((plan.hours or 0) * 3600)}: {_format_steps(schedule)}, "
-    text += (
-        f"{_format_events(schedule.evaluations, 'evaluation')}, {_format_events(schedule.checkpoints, 'checkpoint')}"
-    )
-    if plan.machine.gpu.name != "cpu":
-        text += f"; {plan.gpu_hours:,.2f} GPU-hours"
-    return text
+    if plan.hours is None:
+        return f"unknown: {text}"
+    hours = f"; {plan.gpu_hours:,.2f} GPU-hours" if on_gpus else ""
+    return f"{format_duration(plan.hours * 3600)}: {text}{hours}"
 
 
 def estimate_millions(cost: Cost) -> float:
     """Return the seconds that training on MILLIONS million tokens takes."""
     return MILLIONS * 1e6 / cost.tokens_per_second
-
-
-def _describe_reference(plan: Plan) -> str:
-    if plan.seconds is None or plan.schedule.rows is None:
-        return "of an unknown number of pairs, before step 1"
-    pairs = format_plural(plan.schedule.rows + (plan.evaluated or 0), "pair")
-    return f"{pairs}, {format_duration(plan.seconds['reference'])} before step 1"
 
 
 def _format_steps(schedule: Schedule) -> str:
@@ -303,8 +273,6 @@ def _script_lines(plan: ScriptPlan) -> Iterator[Named]:
     yield "folder", plan.run.folder
 
 
-# --- the comparison ------------------
-
 TERMS = """\
 batch: rows of a micro-batch x micro-batches of a step, on each GPU
 rows/step: of all GPUs; GiB/GPU: its peak; GB/step: sent by each GPU
@@ -320,13 +288,18 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     shown = drop_dominated(plan.contenders, plan.layout)
     here = sorted((c for c in shown if c.here), key=lambda c: (not c.cost.fits, -c.cost.tokens_per_second))
     elsewhere = sorted((c for c in shown if not c.here), key=lambda c: (c.layout.ranks, -c.cost.tokens_per_second))
-    nodes = format_plural(plan.layout.nodes, "node")
-    title = (
-        f"Layouts of this run ({nodes}, {format_plural(plan.schedule.global_sequences, plan.run.train.unit)} a step)"
-    )
+    step = format_plural(plan.schedule.global_sequences, plan.run.train.unit)
+    title = f"Layouts of this run ({format_plural(plan.layout.nodes, 'node')}, {step} a step)"
     columns = "layout >batch fits >GiB/GPU >GB/step >s/step >tok/s"
     is_narrow = width < NARROW
-    tables = [make_table(title, columns, [_cells_here(plan, c) for c in here])]
+    rows = [
+        (
+            [c.name, _format_batch(c.cost.batch), _yes_or_no(c.cost.fits), *_figures(c.cost)],
+            is_same_layout(c.layout, plan.layout),
+        )
+        for c in here
+    ]
+    tables = [make_table(title, columns, rows)]
     if elsewhere:
         columns = ">nodes layout >batch >rows/step fits >GiB/GPU >tok/s >GPU-h"
         rows = [(_cells_elsewhere(plan, c), False) for c in elsewhere]
@@ -353,11 +326,6 @@ def _comparison(plan: Plan, width: int) -> Iterator[Table | Text]:
     reasons |= {c.why_not: c.name for c in reversed(plan.contenders) if c.why_not}
     if reasons:
         yield make_table("Not possible", "layout why", [([name, why_not], False) for why_not, name in reasons.items()])
-
-
-def _cells_here(plan: Plan, c: Candidate) -> TableRow:
-    cells = [c.name, _format_batch(c.cost.batch), _yes_or_no(c.cost.fits), *_figures(c.cost)]
-    return cells, is_same_layout(c.layout, plan.layout)
 
 
 def _cells_elsewhere(plan: Plan, c: Candidate) -> list[str]:
@@ -398,13 +366,16 @@ def _figures(cost: Cost) -> list[str]:
     ]
 
 
-# --- the tables ------------------
-
-
 def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
     hide = () if formulas else ("formula",)
     if plan.advice:  # estimated by the same formulas as the rest: these gains are right if the rest is
-        yield _advice_table(plan)
+        rows = [
+            ([advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark], False)
+            for advice in plan.advice
+        ]
+        table = make_table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
+        table.columns[0].no_wrap = True
+        yield table
     if plan.tried:
         tried = [
             ([_format_batch(cost.batch), _yes_or_no(cost.has_headroom), *_figures(cost)], cost.batch == plan.batch)
@@ -419,16 +390,6 @@ def _tables(plan: Plan, formulas: bool) -> Iterator[Table]:
         yield make_table("Network traffic of each GPU in a step", columns, _traffic(plan), hide)
     yield make_table("Adapter", "pattern matches part >modules >trainable", _targets(plan))
     yield make_table("Parameters", "part >parameters >share", _parameters(plan))
-
-
-def _advice_table(plan: Plan) -> Table:
-    rows = [
-        ([advice.change, f"{advice.tokens_per_second:,.0f}", f"{advice.gain:,.1f} x", advice.remark], False)
-        for advice in plan.advice
-    ]
-    table = make_table("What would make it faster (useful tokens, estimate)", "change >tok/s >gain how", rows)
-    table.columns[0].no_wrap = True
-    return table
 
 
 def _traffic(plan: Plan) -> Iterator[TableRow]:

@@ -31,32 +31,28 @@ def pad_to_pieces(tokens: int, split: int) -> int:
     return -(-tokens // pieces) * pieces
 
 
-def check_split_rows(request: Layout, loaded: Loaded, base: Base) -> list[Problem]:
+def check_split_rows(request: Layout, loaded: Loaded, base: Base) -> Iterator[Problem]:
     """Return a problem for each setting that rows split over ranks don't work with."""
     split = request.context_parallel
     if split < 2:
-        return []
+        return
     where = loaded.where
     place = where(KEY)
-    problems = [
-        Problem(why_not, place, "leave layout.context_parallel out, or use another model", "not-splittable")
-        for why_not in [why_not_split(base)]
-        if why_not
-    ]
+    if why_not := why_not_split(base):
+        yield Problem(why_not, place, "leave layout.context_parallel out, or use another model", "not-splittable")
     if request.ranks % split:
         possible = [str(size) for size in list_divisors(request.ranks) if size > 1]
         hint = f"it may be {', '.join(possible)}" if possible else "leave it out, or set cluster.gpus_per_node"
         text = f"context_parallel {split} does not divide the number of ranks, {request.ranks}"
-        problems.append(Problem(text, place, hint, "ranks-not-divisible"))
+        yield Problem(text, place, hint, "ranks-not-divisible")
     length = loaded.run.data.max_length
     if length != "auto" and length < PIECES * split:
         text = f"a row of at most {length} tokens can't be cut into {PIECES * split} pieces, two for each rank"
         hint = f"set data.max_length to {PIECES * split} or more, or leave layout.context_parallel out"
-        problems.append(Problem(text, where("data.max_length"), hint, "row-too-short"))
+        yield Problem(text, where("data.max_length"), hint, "row-too-short")
     for key, what, hint in _list_unsupported(loaded, base):
         text = f"{what} with context_parallel {split}: not supported yet"
-        problems.append(Problem(text, where(key), hint, "not-with-split-rows"))
-    return problems
+        yield Problem(text, where(key), hint, "not-with-split-rows")
 
 
 def list_splits(request: Layout, loaded: Loaded, base: Base) -> tuple[int, ...]:

@@ -1,20 +1,20 @@
 """Estimate the seconds of an optimizer step: traffic on each link, compute and copies on the GPU, dispatch on the host.
 
-A micro-batch takes as long as the busiest of GPU, host and links, since the host can run ahead of the GPU; each
-synchronization with the GPU adds a wait. On a CPU they all share one processor, so their times add up.
+A micro-batch takes as long as the busiest of GPU, host and links; on a CPU, which they share, their times add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from windlass.hardware import SLOW_HOST, get_product_rate, interpolate
-from windlass.plan.memory import adapter_share, base_bytes, gathered_bytes
+from windlass.hardware import SLOW_HOST, Fabric, get_product_rate, interpolate
+from windlass.plan.memory import FLOAT, adapter_share, base_bytes, gathered_bytes, input_bytes, inputs_on_host
 from windlass.plan.operators import OF_LINEAR, VIEW, count_dispatch, linear_features, load_operators
-from windlass.plan.traffic import INPUTS, Flow, estimate_traffic
 from windlass.plan.workload import AdaptedModule, Layer, ModelShape, Workload
 
+INPUTS = ("layer inputs to host", "layer inputs from host")
+KEYS = ("keys all-gather forward", "keys reduce-scatter")  # of split rows
 SKEW = 1.03  # ranks wait for the slowest one, and collectives use some of the GPU's own units and memory
 LOGIT_BYTES = 26  # per logit in the loss: written, read, in float32, exponentiated, its gradient written and read
 UPDATE_BYTES = 40  # per trained parameter: gradient, two moments and value, read and written, and its norm
@@ -37,6 +37,31 @@ AHEAD = 4
 # Extra seconds of the first step on a GPU: loading kernels, filling allocators, connecting communicators; assumed.
 FIRST_STEP = 8.0
 FLOAT32_ON_CPU = 1.5  # times as long as bfloat16, with instructions for it: measured on SmolLM2 135M
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The bytes that one GPU sends, and the same number it receives, once per micro-batch or per optimizer step."""
+
+    kind: str  # all-gather forward, all-gather backward, expert dispatch, adapter all-reduce, host transfer
+    fabric: str
+    bytes: float
+    per_step: int  # times per optimizer step
+    seconds: float  # of one transfer
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    gathers: tuple[Flow, ...]  # sharded weights
+    dispatches: tuple[Flow, ...]  # tokens to their experts' ranks and back
+    keys: tuple[Flow, ...]  # keys and values of split rows, and their gradients
+    reductions: tuple[Flow, ...]  # gradients of the adapter
+    transfers: tuple[Flow, ...]  # offloaded weights and layer inputs, between host and GPU
+
+    @property
+    def sent(self) -> tuple[Flow, ...]:
+        return (*self.gathers, *self.dispatches, *self.keys, *self.reductions)
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,9 @@ def estimate_time(work: Workload) -> StepTime:
     transferred = _sum_seconds(traffic.transfers) / accumulation
     overlapped = _exchange_overlap(work, exchanged)
     waits = _count_syncs(work) * rates.sync_seconds
-    once = _sum_seconds(traffic.reductions) + _optimizer_seconds(work)
+    trained, _ = adapter_share(work)
+    optimizer = UPDATE_BYTES * trained / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
+    once = _sum_seconds(traffic.reductions) + optimizer
     # The expert exchange sits between two dependent products and overlaps only with shared experts, and attention waits
     # for keys; weights are sent while earlier layers compute, except the first layer's.
     gpu = passes.compute + memory + exchanged - overlapped + keys
@@ -125,6 +152,11 @@ def estimate_time(work: Workload) -> StepTime:
     if not work.on_cpu and work.machine.measured is None:
         high = max(high, (accumulation * (_run_ahead(device, passes.host * SLOW_HOST) + waits) + once) * skew)
     tokens = work.batch.tokens * accumulation * work.layout.readers
+    sheet = work.machine.gpu
+    widening = 1.0  # how much longer an evaluation takes in float32, if it computes in it: by the peaks of products
+    if work.of_narrow_pairs:
+        peak = sheet.fp32_tflops or sheet.bf16_tflops / 16
+        widening = FLOAT32_ON_CPU if work.on_cpu else sheet.bf16_tflops / peak
     return StepTime(
         flows=tuple(flow for flow in (*traffic.sent, *traffic.transfers) if flow.bytes > 0),
         flops_per_token=flops,
@@ -148,7 +180,7 @@ def estimate_time(work: Workload) -> StepTime:
         basis=rates.basis,
         load_seconds=_load_seconds(work),
         first_step_seconds=0.0 if work.on_cpu else FIRST_STEP,
-        evaluation_seconds=_forward_seconds(work, work.evaluated, _widening(work)),
+        evaluation_seconds=_forward_seconds(work, work.evaluated, widening),
         forward_seconds=_forward_seconds(work, work.batch.micro),
     )
 
@@ -167,15 +199,10 @@ def _find_largest(seconds: Mapping[str, float]) -> str:
     return max(seconds, key=lambda name: seconds[name])
 
 
-# --- operations ------------------
-
-
 def count_flops(work: Workload) -> tuple[float, float]:
-    """Return the FLOPs per token of forward and backward, and those of recomputation.
-
-    A frozen weight is multiplied in the forward and for the gradient of its input only: 4 FLOPs per active frozen
-    parameter, 6 per active adapter parameter.
-    """
+    """Return the FLOPs per token of forward and backward, and those of recomputation. A frozen weight is multiplied in
+    the forward and for the gradient of its input only: 4 FLOPs per active frozen parameter, 6 per active adapter
+    parameter."""
     shape = work.shape
     adapter = 0.0
     for layer, times in shape.kinds:
@@ -221,10 +248,8 @@ def _product_seconds(
 
 def _estimate_pass(work: Workload, phase: str, *, products: bool = True) -> Passes:
     """Return the time of all layers' forward or backward. `products`: include those of the routed experts."""
-    total = Passes()
-    for layer, times in work.shape.kinds:
-        total += _estimate_layer(work, layer, phase, products=products) * times
-    return total
+    layers = (_estimate_layer(work, layer, phase, products=products) * times for layer, times in work.shape.kinds)
+    return sum(layers, Passes())
 
 
 def _estimate_layer(work: Workload, layer: Layer, phase: str, *, products: bool) -> Passes:
@@ -333,13 +358,6 @@ def _estimate_outside_layers(work: Workload) -> Passes:
     return Passes(2 * head, logits, MICRO_BATCH_OPERATORS * rates.operator_seconds)
 
 
-def _optimizer_seconds(work: Workload) -> float:
-    """Return the seconds of the optimizer, once per step: every trained parameter, and the Python around it."""
-    rates = work.machine.rates
-    trained, _ = adapter_share(work)
-    return UPDATE_BYTES * trained / rates.memory_gb_per_second / 1e9 + STEP_OPERATORS * rates.operator_seconds
-
-
 def _count_unfused_products(work: Workload, layer: Layer, phase: str) -> int:
     """Return the number of products that are computed one expert at a time."""
     if not layer.experts or not work.machine.gpu.name.startswith(ONE_BY_ONE):
@@ -392,9 +410,6 @@ def _exchange_overlap(work: Workload, seconds: float) -> float:
     return hidden
 
 
-# --- around the steps ------------------
-
-
 def _load_seconds(work: Workload) -> float:
     """Return the load time: each node reads its part of the files once, then each rank copies its part to the GPU."""
     rates = work.machine.rates
@@ -406,17 +421,6 @@ def _load_seconds(work: Workload) -> float:
     read = min(files, size * work.layout.gpus_per_node) / rates.storage_gb_per_second
     copied = 0.0 if work.on_cpu else size / rates.host_link_gb_per_second
     return (read + copied) / 1e9
-
-
-def _widening(work: Workload) -> float:
-    """Return how much longer an evaluation takes in float32, if it computes in it: by the peaks of products."""
-    if not work.of_narrow_pairs:
-        return 1.0
-    if work.on_cpu:
-        return FLOAT32_ON_CPU
-    gpu = work.machine.gpu
-    peak: float = gpu.fp32_tflops or gpu.bf16_tflops / 16
-    return gpu.bf16_tflops / peak
 
 
 def _forward_seconds(work: Workload, micro: int, longer: float = 1.0) -> float:
@@ -434,3 +438,153 @@ def _forward_seconds(work: Workload, micro: int, longer: float = 1.0) -> float:
         sent = sum(flow.seconds for flow in traffic.gathers if "forward" in flow.kind)
     seconds = gpu + passes.host + sent if work.on_cpu else max(gpu, passes.host, sent)
     return seconds / micro
+
+
+def estimate_traffic(work: Workload) -> Traffic:
+    return Traffic(
+        gathers=tuple(_list_gathers(work)),
+        dispatches=tuple(_list_dispatches(work)),
+        keys=tuple(_list_keys(work)),
+        reductions=tuple(_list_reductions(work)),
+        transfers=tuple(_list_transfers(work)),
+    )
+
+
+def _ring_seconds(
+    work: Workload, kind: str, size: float, ranks: int, groups: int = 1, calls: int = 1
+) -> tuple[Fabric, float, float]:
+    """Return the slowest link of a ring over consecutive ranks, its rate, and its seconds for `size` bytes per GPU. A
+    ring that spans nodes enters and leaves each node once, so all of `size` crosses the node's NICs for each of the
+    `groups` concurrent rings; inside the node it runs over the GPUs' own links."""
+    layout = work.layout
+    machine = work.machine
+    near = machine.rates.collective(kind, "link", min(ranks, layout.gpus_per_node))
+    inside = size / (near.gb_per_second * 1e9)
+    if layout.gpus_per_node % min(ranks, layout.gpus_per_node) == 0 and ranks <= layout.gpus_per_node:
+        return machine.link, near.gb_per_second, inside + calls * near.latency_seconds
+    far = machine.rates.collective(kind, "network", ranks)
+    outside = groups * size / (far.gb_per_second * 1e9)
+    if layout.gpus_per_node == 1 or outside >= inside:
+        return machine.network, far.gb_per_second, outside + calls * far.latency_seconds
+    return machine.link, near.gb_per_second, inside + calls * far.latency_seconds
+
+
+def _list_gathers(work: Workload) -> Iterator[Flow]:
+    """Yield the all-gathers of the sharded weights: in the forward, and again in the backward if resharded."""
+    layout = work.layout
+    shape = work.shape
+    width = gathered_bytes(work)
+    if layout.shard == 1:
+        return
+    times = work.batch.accumulation if layout.reshard_after_forward else 1
+    rings = max(1, layout.gpus_per_node // layout.shard)
+
+    def gather(kind: str, size: float, weights: str, outside: int = 0) -> Flow:
+        calls = len(shape.layers) + outside
+        fabric, rate, seconds = _ring_seconds(work, "all-gather", size, layout.shard, rings, calls)
+        formula = f"{weights}: {size / 1e9:.3g} GB in a ring of {layout.shard} ranks at {rate:g} GB/s"
+        return Flow(kind, fabric.name, size, times, seconds, formula)
+
+    split = layout.expert_parallel > 1
+    dense = sum(width.of((layer.dense if split else layer.elements) * count) for layer, count in shape.kinds)
+    share = (layout.shard - 1) / layout.shard
+    # Plus the embedding, and the group of final norm and head, which stays gathered for the backward.
+    yield gather("all-gather forward", (dense + width.of(shape.rest)) * share, "dense weights", 2)
+    if layout.reshard_after_forward:
+        yield gather("all-gather backward", dense * share, "layers")
+    replicas = layout.shard // layout.expert_parallel
+    if split and replicas > 1:
+        experts = width.of(shape.routed) / layout.expert_parallel * (replicas - 1) / replicas
+        yield gather("all-gather forward, experts", experts, "own experts")
+        if layout.reshard_after_forward:
+            yield gather("all-gather backward, experts", experts, "own experts")
+
+
+def _list_dispatches(work: Workload) -> Iterator[Flow]:
+    """Yield the traffic of tokens to their experts' rank and back, in forward, recomputation and backward."""
+    layout = work.layout
+    machine = work.machine
+    shape = work.shape
+    ranks = layout.expert_parallel
+    if ranks == 1:
+        return
+    passes = work.expert_passes
+    layers = sum(times for layer, times in shape.kinds if layer.expert)
+    size = work.tokens * shape.top_k * shape.hidden * work.width * 2 * passes * layers
+    ranks_inside = min(ranks, layout.gpus_per_node)
+    inside = size * (ranks_inside - 1) / ranks
+    outside = size * (ranks - ranks_inside) / ranks
+    near = machine.rates.collective("all-to-all", "link", ranks)
+    far = machine.rates.collective("all-to-all", "network", ranks)
+    seconds_inside = inside / (near.gb_per_second * 1e9)
+    seconds_outside = outside * layout.gpus_per_node / (far.gb_per_second * 1e9)
+    slowest = machine.network
+    latency = far.latency_seconds
+    if seconds_outside <= seconds_inside:
+        slowest = machine.link
+        latency = near.latency_seconds
+    formula = (
+        f"{work.tokens} x top {shape.top_k} x {shape.hidden} x {work.width} bytes x 2 ways x {passes} passes"
+        f" x {layers} layers, {(ranks - 1) / ranks:.0%} of it to other ranks"
+    )
+    seconds = max(seconds_inside, seconds_outside) + 2 * passes * layers * latency
+    yield Flow("expert dispatch", slowest.name, inside + outside, work.batch.accumulation, seconds, formula)
+
+
+def _list_keys(work: Workload) -> Iterator[Flow]:
+    """Yield the all-gathers of keys and values over a group that splits rows, in each layer's forward and when it is
+    recomputed, and the reduce-scatters of their gradients."""
+    layout = work.layout
+    split = layout.context_parallel
+    if split == 1:
+        return
+    gathered = sum(times * layer.gathered for layer, times in work.shape.kinds)
+    size = (split - 1) * work.tokens * gathered * work.width
+    layers = len(work.shape.layers)
+    formula = f"({split} - 1) x {work.tokens} tokens x {gathered} values of {layers} layers x {work.width} bytes"
+    forwards = 1 + bool(layout.activation_checkpointing)
+    for kind, times in zip(KEYS, (forwards, 1), strict=True):
+        fabric, _, seconds = _ring_seconds(work, "all-gather", size, split, calls=layers)
+        yield Flow(kind, fabric.name, size, times * work.batch.accumulation, seconds, formula)
+
+
+def _list_reductions(work: Workload) -> Iterator[Flow]:
+    """Yield the all-reduce of the adapter's gradients, one per optimizer step, in float32 for any adapter dtype.
+    Adapters of experts that are split over ranks are reduced only among ranks with the same experts."""
+    layout = work.layout
+    if layout.ranks == 1:
+        return
+
+    def reduce(kind: str, count: int, ranks: int, groups: int) -> Flow:
+        size = 2 * (ranks - 1) / ranks * count * FLOAT
+        fabric, _, seconds = _ring_seconds(work, "all-reduce", size, layout.ranks, groups)
+        return Flow(kind, fabric.name, size, 1, seconds, f"2 x ({ranks} - 1) / {ranks} x {count} parameters x {FLOAT}")
+
+    trained, _ = adapter_share(work)
+    experts = 0
+    if layout.expert_parallel > 1:
+        experts = work.shape.expert_adapter_parameters // layout.expert_parallel
+    yield reduce("adapter all-reduce", trained - experts, layout.ranks, 1)
+    alike = layout.ranks // layout.expert_parallel
+    if experts and alike > 1:  # one concurrent ring per different set of experts on a node
+        groups = min(layout.expert_parallel, layout.gpus_per_node)
+        yield reduce("adapter all-reduce, experts", experts, alike, groups)
+
+
+def _list_transfers(work: Workload) -> Iterator[Flow]:
+    """Yield the host transfers of offloading: each gather first copies the rank's shard from the host; inputs of
+    recomputed layers go there in the forward, and come back in the backward."""
+    layout = work.layout
+    rate = work.machine.rates.host_link_gb_per_second
+    if inputs_on_host(work):
+        size = float(len(work.shape.layers) * input_bytes(work))
+        words = f"inputs of {len(work.shape.layers)} layers: {work.tokens} x {work.shape.hidden} x {work.width}"
+        for kind in INPUTS:
+            yield Flow(kind, work.machine.host_link.name, size, work.batch.accumulation, size / (rate * 1e9), words)
+    if not layout.offload:
+        return
+    base, formula = base_bytes(work)
+    times = 2 if layout.reshard_after_forward else 1
+    runs = work.batch.accumulation if layout.reshard_after_forward else 1
+    seconds = times * base / (rate * 1e9)
+    yield Flow("host transfer", work.machine.host_link.name, times * base, runs, seconds, f"{times} x {formula}")

@@ -1,7 +1,5 @@
 """The plan of a sweep: that of its largest trial, with the plans of all trials on one layout."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -39,8 +37,7 @@ def plan_sweep(loaded: Loaded, make_plan: Callable[..., Plan], base: Base | None
                 alike += [way] if len({replace(plan.layout, reason="") for plan in way}) == 1 else []
         if not alike:
             problem = "its trials need different layouts, and there is one base"
-            hint = "set layout.name, or start separate runs"
-            raise UserError(problem, where("sweep"), hint, "layouts-differ")
+            raise UserError(problem, where("sweep"), "set layout.name, or start separate runs", "layouts-differ")
         plans = min(alike, key=lambda way: (not all(plan.cost.fits for plan in way), _count_seconds(way)))
     largest = max(plans, key=lambda plan: (plan.cost.gpu_gib, plan.adapter.trainable))
     if compare:
@@ -57,7 +54,6 @@ def plan_sweep(loaded: Loaded, make_plan: Callable[..., Plan], base: Base | None
 
 
 def describe_member(plan: Plan) -> Member:
-    """Describe a trial for those that it may train together with."""
     work = replace(plan.search.work, layout=plan.layout, batch=plan.batch)
     return Member(_name(plan.loaded), plan.run, work, plan.search.lengths, plan.schedule.steps, plan.cost)
 
@@ -105,10 +101,7 @@ def _set_layout(trial: Loaded, layout: Layout) -> Loaded:
     if trial.run.train.offload_activations != "auto":
         train = {}
     run = trial.run.model_copy(
-        update={
-            "layout": section.model_copy(update=left_open),
-            "train": trial.run.train.model_copy(update=train),
-        }
+        update={"layout": section.model_copy(update=left_open), "train": trial.run.train.model_copy(update=train)}
     )
     assert trial.trial is not None
     written = trial.trial.tree.get("layout", {})

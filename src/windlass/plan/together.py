@@ -7,7 +7,7 @@ from typing import Final, Literal
 from windlass.errors import UserError
 from windlass.hardware import GIB
 from windlass.plan.cost import HEADROOM, Cost, estimate_cost
-from windlass.plan.padding import RowLengths
+from windlass.plan.rows import RowLengths
 from windlass.plan.split_rows import find_rope_of_batch
 from windlass.plan.workload import Workload
 from windlass.runfile import RunFile
@@ -20,8 +20,6 @@ OF_TRIAL: Final = ("adapter", "adapter gradients", "optimizer")  # rows of the m
 
 @dataclass(frozen=True)
 class Member:
-    """A trial that may train together with others."""
-
     name: str
     run: RunFile
     work: Workload
@@ -82,13 +80,14 @@ def group_trials(
     sizes = [together] if together != "auto" else range(1, len(able) + 1)
     ways = [[price_group(chunk, reasons) for chunk in split(members, reasons, size)] for size in sizes]
     alone = ways[0]
-    best = min(ways, key=lambda way: sum(group.seconds or 0.0 for group in way))
-    if together == "auto":
-        fitting = [way for way in ways if all(group.fits for group in way)] or [alone]
-        best = min(fitting, key=lambda way: sum(group.seconds or 0.0 for group in way))
-        if sum(group.seconds or 0.0 for group in best) > WORTH * sum(group.seconds or 0.0 for group in alone):
-            best = alone
-    return tuple(best)
+    if together != "auto":
+        return tuple(alone)
+
+    def count(way: Sequence[Group]) -> float:
+        return sum(group.seconds or 0.0 for group in way)
+
+    best = min([way for way in ways if all(group.fits for group in way)] or [alone], key=count)
+    return tuple(alone if count(best) > WORTH * count(alone) else best)
 
 
 def split(members: Sequence[Member], reasons: dict[str, str], size: int) -> list[list[Member]]:
@@ -106,7 +105,6 @@ def split(members: Sequence[Member], reasons: dict[str, str], size: int) -> list
 
 
 def price_group(members: Sequence[Member], reasons: dict[str, str]) -> Group:
-    """Return a group with its time and memory."""
     names = tuple(member.name for member in members)
     alone = [None if member.steps is None else member.steps * member.cost.step_seconds for member in members]
     seconds_alone = None if None in alone else sum(filter(None, alone))

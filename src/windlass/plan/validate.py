@@ -21,24 +21,21 @@ def check_rows(sample: DataSample) -> list[Problem]:
     return [problem for of in empty for problem in find_no_rows(of).problems]
 
 
-def check_expert_settings(train: Train, base: Base, where: Where) -> list[Problem]:
+def check_expert_settings(train: Train, base: Base, where: Where) -> Iterator[Problem]:
     """Return a problem for each setting of routed experts that the model lacks or that is not supported."""
-    problems: list[Problem] = []
     place = where("train.gradient_checkpointing")
     if train.keeps_products and "experts" not in base.dims:
         text = f"{base.name} has no routed experts, whose products could be kept"
-        problems.append(Problem(text, place, "write true", "no-experts"))
+        yield Problem(text, place, "write true", "no-experts")
     elif train.keeps_products and train.compile:
         text = "compiled layers keep no products of experts"
-        problems.append(Problem(text, place, "write true, or train.compile: false", "compiled-products"))
+        yield Problem(text, place, "write true, or train.compile: false", "compiled-products")
     if train.router_aux_loss_coef and "experts" not in base.dims:
         text = f"{base.name} has no routed experts, and so no balancing loss to weight"
-        problems.append(Problem(text, where("train.router_aux_loss_coef"), "leave it out", "no-experts"))
-    return problems
+        yield Problem(text, where("train.router_aux_loss_coef"), "leave it out", "no-experts")
 
 
 def check_wrapped_layers(run: RunFile, family: Family, place: str) -> list[Problem]:
-    """Return a problem if the run file names layers to wrap that the model lacks."""
     wrap = run.layout.wrap or []
     classes = wrap.split(",") if isinstance(wrap, str) else wrap
     lacking = [name for name in map(str.strip, classes) if name and name not in family.layers]
@@ -49,27 +46,23 @@ def check_wrapped_layers(run: RunFile, family: Family, place: str) -> list[Probl
     return [Problem(f"{text}; it is sharded by {family.layer!r}", place, hint, "no-such-layer")]
 
 
-def check_family(run: RunFile, base: Base, where: Where) -> list[Problem]:
-    """Return a problem for each setting of the run file that this model family does not support."""
+def check_family(run: RunFile, base: Base, where: Where) -> Iterator[Problem]:
     family = base.family
-    problems = check_wrapped_layers(run, family, where("layout.wrap"))
+    yield from check_wrapped_layers(run, family, where("layout.wrap"))
     if family.logits is not True:
         text = f"the logits of {family.causal_lm} are not its head's product, which the loss is computed from"
         if family.logits is None:
             text = f"{family.causal_lm} could not be run as a tiny model, so it is unknown how its loss is computed"
-        problems.append(
-            Problem(text, where("model.model_name_or_path"), "use a model of another family", "unsupported-loss")
-        )
+        yield Problem(text, where("model.model_name_or_path"), "use a model of another family", "unsupported-loss")
     if run.data.packs and family.isolates is not True:
         seen = "attend to each other (tried)" if family.isolates is False else "may attend to each other"
         text = f"packed documents would {seen} in {family.causal_lm}: packing is refused for it"
-        problems.append(Problem(text, where("data.packing"), "set data.packing: false", "unsupported-packing"))
+        yield Problem(text, where("data.packing"), "set data.packing: false", "unsupported-packing")
     name = run.model.attn_implementation
     if name in ATTENTION and name not in family.attention:
         text = f"{family.causal_lm} does not take {name}"
         hint = f"leave it out, or write {' or '.join(family.attention)}"
-        problems.append(Problem(text, where("model.attn_implementation"), hint, "unsupported-attention"))
-    return problems
+        yield Problem(text, where("model.attn_implementation"), hint, "unsupported-attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +96,7 @@ def check_request(
     """Yield a problem for each part of the requested layout that this GPU, model or adapter rules out."""
     if request.name in barred and request.ranks > 1:
         others = [other for other in LAYOUTS if other not in barred]
-        hint = f"layout may be {', '.join(others)}"
-        yield Problem(barred[request.name], request.reason, hint, "barred-layout")
+        yield Problem(barred[request.name], request.reason, f"layout may be {', '.join(others)}", "barred-layout")
     if request.precision == "fp16":
         text = "float16 overflows now and then; its loss scaler skips such steps, and here they would end the run"
         hint = "write train.bf16: true in its place (mixed_precision: bf16), which has float32's range"

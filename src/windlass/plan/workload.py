@@ -33,7 +33,6 @@ class BatchSize:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
         return self.micro * self.sides * self.length
 
 
@@ -273,7 +272,6 @@ def count_elements(parameters: Iterable[Parameter], names: frozenset[str], ranks
 
 
 def read_shape(base: Base, adapter: Adapter) -> ModelShape:
-    """Read the shape of a model with an adapter."""
     names = quantizable_names(base)
     top_k = base.dims.get("top_k", 0)
     by_layer: dict[int, dict[str, Parameter]] = {}

@@ -1,7 +1,5 @@
 """Collectives over Python objects, and errors that all ranks raise together. A single process is a group of one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -42,12 +40,8 @@ def check_links(device: torch.device) -> None:
         dist.all_reduce(total)
     if total.item() != get_world_size():
         what = f"{get_world_size()} ranks added up 1 each, and got {total.item():g}"
-        raise RunError(
-            what,
-            "windlass train",
-            "the links between GPUs or nodes lose data: run `windlass check RUN --here`",
-            "faulty-links",
-        )
+        hint = "the links between GPUs or nodes lose data: run `windlass check RUN --here`"
+        raise RunError(what, "windlass train", hint, "faulty-links")
 
 
 def all_gather(value: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """What launch.sh tells `windlass train` about the job that it is part of, and its log as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,10 +34,6 @@ class LaunchedJob:
     grace_seconds: float
     check: bool
     json_log: bool
-
-
-def read_wait_seconds(environ: MutableMapping[str, str]) -> float:
-    return float(environ.get(WAIT) or USUAL_WAIT_SECONDS)
 
 
 def take_job(environ: MutableMapping[str, str]) -> LaunchedJob | None:

@@ -1,7 +1,5 @@
 """This node of a job: it joins the others, checks, starts its ranks, and tells the others how it ended. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -76,10 +74,9 @@ def run_node(
     check: Sequence[str],
 ) -> int:
     """Join the other nodes, check, run this node's ranks and tell the others how it ended. Returns the exit code.
-
     run_ranks: starts them, given the status directory, and waits. fingerprint: of run file and options, the same on
-    every node. wait_seconds: for all nodes to start. check: the command that checks all nodes at once; empty for none.
-    """
+    every node. wait_seconds: for all nodes to start. check: the command that checks all nodes at once; empty for
+    none."""
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:  # of this node and this try alone
         status_dir = Path(folder)
         others = OtherNodes(status_dir)
@@ -89,7 +86,9 @@ def run_node(
             if node.count > 1:
                 others.join(node, fingerprint, wait_seconds)
             if check:
-                check_nodes(check, {**environ, **to_variables(node)}, others)
+                place = {"PET_NODE_RANK": str(node.number), "PET_NNODES": str(node.count)}
+                place |= {"PET_MASTER_ADDR": node.host, "PET_MASTER_PORT": str(node.port)}
+                check_nodes(check, {**environ, **place}, others)
             have_begun = True
             code = run_ranks(status_dir)
         except UserError as error:
@@ -143,15 +142,6 @@ def check_nodes(check: Sequence[str], environ: Mapping[str, str], others: OtherN
         sys.exit(RANK_USER_INPUT if is_input else FAILED)
 
 
-def to_variables(node: Node) -> dict[str, str]:
-    return {
-        "PET_NODE_RANK": str(node.number),
-        "PET_NNODES": str(node.count),
-        "PET_MASTER_ADDR": node.host,
-        "PET_MASTER_PORT": str(node.port),
-    }
-
-
 def tell_other_nodes(node: Node, problem: str, code: int, seconds: float = TELL_SECONDS) -> None:
     """Tell node 0, and through it all others, why this node can't start: they would wait for it without a word."""
     if node.count > 1:
@@ -197,9 +187,8 @@ def require_gpus(count: int) -> None:
     if len(gpus.gpus) < count:
         why = f" ({gpus.error})" if gpus.error else ""
         hint = "see `windlass check RUN --here`; cluster.gpus_per_node is what the run needs"
-        raise RunError(
-            f"{count} GPUs are needed; this node has {len(gpus.gpus)}{why}", "windlass train", hint, "too-few-gpus"
-        )
+        what = f"{count} GPUs are needed; this node has {len(gpus.gpus)}{why}"
+        raise RunError(what, "windlass train", hint, "too-few-gpus")
 
 
 def main() -> int:

@@ -1,14 +1,17 @@
-"""Which node or rank this process is: the variables that each launcher sets, as two tables."""
+"""Which node or rank this process is, by the variables that each launcher sets, and which interfaces it connects on.
 
-from __future__ import annotations
+A wrong NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME hangs without a message.
+"""
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from windlass.errors import UserError
+from windlass.errors import FAILED, RANK_USER_INPUT, UserError
+from windlass.hardware import list_interface_addresses
 
 PORT: Final = 29500  # torch's default
 # Beginnings of the variables below: without them a process is no rank and no node of a job that something else started.
@@ -79,6 +82,7 @@ OTHERS: Final = (
     ),
 )
 EVERY_NODE: Final = "srun --ntasks-per-node=1"
+EXACT = {"GLOO_SOCKET_IFNAME": True, "NCCL_SOCKET_IFNAME": False}  # variable: whether it takes names only, not prefixes
 
 
 def parse_number(text: str) -> int:
@@ -86,10 +90,8 @@ def parse_number(text: str) -> int:
 
 
 def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
-    """Return this node by the first of NODES that started this process; without any, the only node.
-
-    planned: the plan's number of nodes, for launchers that don't tell it.
-    """
+    """Return this node by the first of NODES that started this process; without any, the only node. planned: the plan's
+    number of nodes, for launchers that don't tell it."""
     launcher = next((row for row in NODES if all(environ.get(name) for name in row.present)), None)
     if launcher is None:
         return Node()
@@ -115,12 +117,9 @@ def read_node(environ: Mapping[str, str], planned: int | None = None) -> Node:
     if wrong:
         names = (launcher.number, launcher.count, *launcher.host, *launcher.port)
         values = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        raise UserError(
-            f"{values}: {wrong}",
-            "the environment",
-            "set PET_NNODES, PET_NODE_RANK (from 0) and PET_MASTER_ADDR on each node; on one: unset them and RANK",
-            "wrong-environment",
-        )
+        what = f"{values}: {wrong}"
+        hint = "set PET_NNODES, PET_NODE_RANK (from 0) and PET_MASTER_ADDR on each node; on one: unset them and RANK"
+        raise UserError(what, "the environment", hint, "wrong-environment")
     return node
 
 
@@ -167,9 +166,8 @@ def translate_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     host = environ.get("MASTER_ADDR") or ("localhost" if world == local_world[1] else find_first_host(environ))
     if not host:
         hint = 'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        raise UserError(
-            f"{world} tasks on several nodes, and MASTER_ADDR is not set", "srun", hint, "no-master-address"
-        )
+        what = f"{world} tasks on several nodes, and MASTER_ADDR is not set"
+        raise UserError(what, "srun", hint, "no-master-address")
     return {
         TORCHRUN.rank: environ[launcher.rank],
         TORCHRUN.world: world,
@@ -178,3 +176,46 @@ def translate_launcher(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": host,
         "MASTER_PORT": environ.get("MASTER_PORT") or choose_job_port(environ),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """The interfaces that one variable chooses on this node, and any problem with them. If a name exists on no node,
+    the user's setting is wrong."""
+
+    variable: str
+    pattern: str
+    addresses: tuple[tuple[str, str], ...]  # (interface, its first address)
+    problem: str
+    code: int  # to end with if there is one
+
+
+def match_interfaces(pattern: str, names: Sequence[str], *, exact: bool) -> list[str]:
+    """Match names by NCCL's rules: prefixes; `=` for exact names; `^` to exclude. gloo's names are always exact."""
+    exclude = pattern.startswith("^")
+    exact = exact or "=" in pattern[:2]
+    wanted = [name for name in pattern.lstrip("^=").split(",") if name]
+    return [n for n in names if any(n == w or (not exact and n.startswith(w)) for w in wanted) != exclude]
+
+
+def list_choices(environ: Mapping[str, str], nodes: int, root: Path = Path("/")) -> Iterator[InterfaceChoice]:
+    names = sorted(path.name for path in (root / "sys/class/net").glob("*"))
+    for variable, exact in EXACT.items():
+        pattern = environ.get(variable, "")
+        if not pattern:
+            continue
+        chosen = match_interfaces(pattern, names, exact=exact)
+        setting = f"{variable}={pattern}"
+        states = {name: root / "sys/class/net" / name / "operstate" for name in chosen}
+        up = [name for name, state in states.items() if not state.is_file() or state.read_text().strip() != "down"]
+        addresses = tuple((name, found[0]) for name in up if (found := list_interface_addresses(name, root)))
+        problem = ""
+        code = RANK_USER_INPUT
+        if not chosen:
+            problem = f"{setting} names no interface of this node; it has {', '.join(names) or 'none'}"
+        elif nodes > 1 and set(chosen) == {"lo"}:
+            problem = f"{setting} reaches no other node"
+        elif not addresses:
+            problem = f"{setting}: {', '.join(chosen)} {'has no IP address' if up else 'is down'}"
+            code = FAILED
+        yield InterfaceChoice(variable, pattern, addresses, problem, code)

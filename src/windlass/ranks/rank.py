@@ -1,7 +1,5 @@
 """This process as one rank of a run: its number, the status it reports, how signals and errors end it. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib
@@ -63,12 +61,9 @@ def read_rank(environ: Mapping[str, str]) -> Rank | None:
     local_world = parse_number(environ.get("LOCAL_WORLD_SIZE") or environ.get("WORLD_SIZE", ""))
     if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        raise UserError(
-            f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is not a valid rank",
-            "the environment",
-            f"start it with torchrun or srun, which set them all; to start it alone: unset {' '.join(names)}",
-            "wrong-environment",
-        )
+        what = f"{', '.join(f'{name}={environ[name]}' for name in names if name in environ)} is not a valid rank"
+        hint = f"start it with torchrun or srun, which set them all; to start it alone: unset {' '.join(names)}"
+        raise UserError(what, "the environment", hint, "wrong-environment")
     status_dir = Path(environ[STATUS_DIR]) if STATUS_DIR in environ else None
     return Rank(rank, local_rank, world, status_dir, supervised=SUPERVISED in environ)
 
@@ -113,10 +108,8 @@ def holding_stop_signals() -> Iterator[None]:
 
 
 def run_rank(here: Rank, work: Callable[[], int], *, print_error: Callable[[UserError], None]) -> int:
-    """Run one rank's work. Its end becomes an exit code and is reported to the supervisor or printed.
-
-    The code is also written to the status directory: torchrun and `accelerate launch` turn every code into 1.
-    """
+    """Run one rank's work. Its end becomes an exit code and is reported to the supervisor or printed. The code is also
+    written to the status directory: torchrun and `accelerate launch` turn every code into 1."""
     if here.supervised:
         signal_on_parent_death()
     printed = ""
@@ -193,10 +186,8 @@ def is_first_to_print(here: Rank, text: str) -> bool:
 
 def wait_for_peers(seconds: float) -> None:
     """Wait until the scripts of this launcher's other ranks on this machine have ended too, if this rank's saved first.
-
     Launchers treat every exit code but 0 as a failure: they signal the other ranks and kill them 30 s later. (torch's
-    elastic/multiprocessing/api.py uses its default, whatever PET_SHUTDOWN_TIMEOUT says.)
-    """
+    elastic/multiprocessing/api.py uses its default, whatever PET_SHUTDOWN_TIMEOUT says.)"""
     import psutil  # type: ignore[import-untyped]
 
     ignore_signals()  # everything is saved already

@@ -1,13 +1,9 @@
 """TCP rendezvous and JSON all-gather between a run's nodes, and a monitor of which nodes are alive.
 
 Node 0 listens; each other node keeps one connection to it. Messages are JSON objects, one per line. `windlass check`
-gathers every node's results over it. `windlass train` on several nodes runs it as a process next to the ranks for the
-length of the run: ranks that lose a peer report "connection closed", ranks that wait for one report nothing for
-minutes, and neither names a machine. It uses only the standard library, so that it starts at once and no library can
-delay it.
+gathers every node's results over it; `windlass train` runs it next to the ranks, whose own errors name no machine. It
+uses only the standard library, so that it starts at once.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -24,8 +20,7 @@ from typing import Any
 
 from windlass.errors import FAILED, RANK_USER_INPUT, SAVED
 from windlass.files import write_atomic
-from windlass.ranks.interfaces import list_choices
-from windlass.ranks.place import Node
+from windlass.ranks.place import Node, list_choices
 
 ANSWER_SECONDS = 60.0  # for one gather, once all nodes have joined; the slowest follows a measurement
 RETRY_SECONDS = 0.5
@@ -87,8 +82,6 @@ class Peer:
 
 
 class Rendezvous:
-    """One node's side of the rendezvous."""
-
     heartbeat_seconds = 5.0
     silence_seconds = 60.0  # a machine that is busy loading is late by less than this
 
@@ -141,8 +134,6 @@ class Rendezvous:
         for peer in self._connections():
             peer.end.close()
         self.selector.close()
-
-    # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, seconds: float, *, partial: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait for all nodes. `partial`: node 0 goes on with those that came in time."""
@@ -254,8 +245,6 @@ class Rendezvous:
             time.sleep(RETRY_SECONDS)
         raise RendezvousError(f"node 0 at {address[0]}:{address[1]} was not reached within {seconds:.0f} s: {why}")
 
-    # --- all-gather ---------------------------------------------------------------------------------------------------
-
     def gather(self, value: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
         """Return every node's value by number. A node that left or didn't answer in time gets None and is dropped."""
         if self.node.number and self.peers:
@@ -283,8 +272,6 @@ class Rendezvous:
         while self.node.number == 0 and self.peers and time.monotonic() < deadline:
             self._receive(deadline)
         self.disconnect()
-
-    # --- while ranks run ----------------------------------------------------------------------------------------------
 
     def supervise(self, status_dir: Path) -> None:
         """Wait until this node's supervisor has left its exit code in the status directory. Report lost nodes to it and

@@ -1,7 +1,5 @@
 """Start this machine's ranks as processes, signal them, wait for them, and explain why they failed. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -57,14 +55,10 @@ def run_ranks(
     scheduled: bool = False,
 ) -> int:
     """Run `command` once per environment, forward signals, wait, and report the cause if a rank failed. Returns the
-    exit code.
-
-    grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
-    scheduled: a scheduler started this node, which may repeat a signal.
-
-    These are plain processes because torchrun would turn every exit code into 1, kill ranks 30 s after SIGTERM whether
-    they have saved or not, and orphan them on SIGUSR1.
-    """
+    exit code. grace_seconds: for ranks to save after a signal. patience_seconds: for the others once one has failed.
+    scheduled: a scheduler started this node, which may repeat a signal. These are plain processes because torchrun
+    would turn every exit code into 1, kill ranks 30 s after SIGTERM whether they have saved or not, and orphan them on
+    SIGUSR1."""
     starting = (
         start_process(
             command,
@@ -73,22 +67,14 @@ def run_ranks(
         )
         for local_rank, environ in enumerate(environs)
     )
-    end = wait_for_ranks(
-        starting,
-        grace_seconds,
-        patience_seconds,
-        second_kills=not scheduled,
-        lost=status_dir / LOST,
-    )
+    end = wait_for_ranks(starting, grace_seconds, patience_seconds, second_kills=not scheduled, lost=status_dir / LOST)
     return _explain_end(end, [int(environ["RANK"]) for environ in environs], status_dir)
 
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """Reserve a port for the ranks' rendezvous, so that the system gives it to no other process.
-
-    It is bound but not listening: with SO_REUSEADDR, rank 0's store, which sets it too, can still take it.
-    """
+    """Reserve a port for the ranks' rendezvous, so that the system gives it to no other process. It is bound but not
+    listening: with SO_REUSEADDR, rank 0's store, which sets it too, can still take it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("localhost", 0))
@@ -96,7 +82,6 @@ def reserve_port() -> Iterator[int]:
 
 
 def make_environments(ranks: int, environ: Mapping[str, str], node: Node) -> list[dict[str, str]]:
-    """Return one environment per rank of this node."""
     inherited = {name: value for name, value in environ.items() if not name.startswith("PET_")}  # torchrun's settings
     inherited.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // ranks)))
     inherited.setdefault("TOKENIZERS_PARALLELISM", "false")  # true makes forked workers deadlock
@@ -123,10 +108,7 @@ def remove_accelerate_settings(environ: MutableMapping[str, str]) -> None:
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Set the allocator as in submitted jobs, also under torchrun: batches of different shapes fragment memory
-    otherwise.
-
-    Call before CUDA starts. A setting of the user's, by either name, is left alone.
-    """
+    otherwise. Call before CUDA starts. A setting of the user's, by either name, is left alone."""
     names = [name for name in DEFAULTS if name.endswith("ALLOC_CONF")]
     if not any(name in environ for name in names):
         environ.update({name: DEFAULTS[name] for name in names})
@@ -139,9 +121,7 @@ def start_process(
     parent_death_signal: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
     """Start a rank. Without `output` it shares this terminal; output written to a file is shown only if the rank fails.
-
-    Each rank has a session of its own: Ctrl-C reaches it once, through the signals forwarded below.
-    """
+    Each rank has a session of its own: Ctrl-C reaches it once, through the signals forwarded below."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(output.open("wb")) if output else None
         return subprocess.Popen(
@@ -159,9 +139,7 @@ def run_processes(
     command: Sequence[str], environs: Sequence[Mapping[str, str]], folder: Path, until: float, grace: float = 0.0
 ) -> list[int | None]:
     """Run a process in each environment and kill those that are left at `until`, or `grace` seconds after one failed.
-
-    Return their exit codes, None for those that were killed. Their output is in `folder`, by number: output-0.
-    """
+    Return their exit codes, None for those that were killed. Their output is in `folder`, by number: output-0."""
     processes = [start_process(command, environ, folder / f"output-{i}") for i, environ in enumerate(environs)]
     while time.monotonic() < until and any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):  # the others wait for it
@@ -205,13 +183,10 @@ def wait_for_ranks(
     stop: threading.Event | None = None,
     lost: Path | None = None,
 ) -> End:
-    """Start ranks and wait until all have ended.
-
-    Ranks start in here, so that a signal always reaches those that run. If one fails, the others get a bounded time. On
-    a signal, they save. A second signal kills them, if `second_kills`: not below a launcher, which signals all ranks
-    because one of them has ended. stop: an event that acts like a signal. lost: a file that exists once another node is
-    lost; ranks notice by themselves, or would wait for it for ever.
-    """
+    """Start ranks and wait until all have ended. Ranks start in here, so that a signal always reaches those that run.
+    If one fails, the others get a bounded time. On a signal, they save. A second signal kills them, if `second_kills`:
+    not below a launcher, which signals all ranks because one of them has ended. stop: an event that acts like a signal.
+    lost: a file that exists once another node is lost; ranks notice by themselves, or would wait for it for ever."""
     processes: list[subprocess.Popen[bytes]] = []
     signalled: float | None = None
     cut_short = ""
@@ -328,23 +303,16 @@ def _explain_end(end: End, ranks: Sequence[int], status_dir: Path) -> int:
 
 
 def _raise_first(errors: Sequence[Mapping[str, Any]]) -> NoReturn:
-    """Raise the first of the errors that ranks have explained."""
     error = min(errors, key=lambda error: error["time"])
     kind = UserError if error["code"] == RANK_USER_INPUT else RunError
     raise kind.of([Problem(**problem) for problem in error["problems"]])
-
-
-# --- the number of nodes and GPUs to start ranks on
 
 
 def default_overrides(
     loaded: Loaded | LoadedScript, environ: Mapping[str, str], gpus: int, job: LaunchedJob | None = None
 ) -> list[str]:
     """Return overrides for what the run file leaves open: from the job or the launcher that started this process, else
-    this machine's GPUs.
-
-    CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use.
-    """
+    this machine's GPUs. CUDA_VISIBLE_DEVICES limits the GPUs that a process started here may use."""
     cluster = loaded.run.cluster
     layout = loaded.run.layout
     if cluster.nodes != "auto" or cluster.gpus_per_node != "auto" or layout.ranks is not None:
@@ -370,6 +338,5 @@ def require_all_nodes(planned: int, where: Where, environ: Mapping[str, str]) ->
     if planned != nodes:
         noun = "node" if planned == 1 else "nodes"
         hint = "add --ranks N to use this machine alone, or start it with `windlass submit RUN`"
-        raise UserError(
-            f"the run is planned for {planned} {noun}, and this is {nodes}", where("cluster.nodes"), hint, "other-nodes"
-        )
+        what = f"the run is planned for {planned} {noun}, and this is {nodes}"
+        raise UserError(what, where("cluster.nodes"), hint, "other-nodes")

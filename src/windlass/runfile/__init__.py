@@ -7,28 +7,6 @@ from windlass.runfile.reference import list_keys, make_schema, read_preset, read
 from windlass.runfile.rows import Data
 from windlass.runfile.rules import resolve_accumulation
 
-__all__ = [
-    "Cluster",
-    "Data",
-    "ExpertLora",
-    "LayoutSection",
-    "Loaded",
-    "LoadedFile",
-    "LoadedScript",
-    "Lora",
-    "Model",
-    "RunFile",
-    "ScriptRun",
-    "Secret",
-    "Train",
-    "Watch",
-    "list_keys",
-    "make_schema",
-    "parse_settings",
-    "read_any",
-    "read_kind",
-    "read_preset",
-    "read_presets",
-    "read_run_file",
-    "resolve_accumulation",
-]
+__all__ = ["Cluster", "Data", "ExpertLora", "LayoutSection", "Loaded", "LoadedFile", "LoadedScript", "Lora", "Model"]
+__all__ += ["RunFile", "ScriptRun", "Secret", "Train", "Watch", "list_keys", "make_schema", "parse_settings"]
+__all__ += ["read_any", "read_kind", "read_preset", "read_presets", "read_run_file", "resolve_accumulation"]

@@ -101,20 +101,14 @@ def _read_verdict(text: str, more: str | Mapping[str, object] = "") -> KeyVerdic
 
 
 def find_key(section: str, name: str) -> AccelerateKey | None:
-    """Return the key with this name in this section, or None."""
-    key = load_key_table().spelled.get(section, {}).get(name)
-    if key:
-        return key
-    for alike in load_key_table().every:
-        if alike.section == section and alike.name.endswith("*") and name.startswith(alike.name[:-1]):
-            return alike
-    return None
+    table = load_key_table()
+    alike = (key for key in table.every if key.section == section and key.name.endswith("*"))
+    prefixed = next((key for key in alike if name.startswith(key.name[:-1])), None)
+    return table.spelled.get(section, {}).get(name) or prefixed
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key with its value in the file or in the environment."""
-
     key: AccelerateKey
     value: object
     where: str  # fsdp.yaml:12: fsdp_config.fsdp_version
@@ -123,8 +117,6 @@ class Entry:
 
 
 class Setting(NamedTuple):
-    """A value of a run file's key."""
-
     value: Any
     where: str
     text: object  # what is written there
@@ -150,9 +142,7 @@ class AccelerateFile:
 
 def load_accelerate(path: Path | None, environ: Mapping[str, str] = MappingProxyType({})) -> AccelerateFile | None:
     """Return this run's Accelerate settings, from `--accelerate`'s file, the launcher's environment, both or neither.
-
-    `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line.
-    """
+    `accelerate launch` passes no file to its ranks, only variables: its file, overridden by its command line."""
     return read_accelerate(path, environ) if path or any(read_launcher_settings(environ)) else None
 
 
@@ -162,7 +152,10 @@ def read_accelerate(
     """Read Accelerate settings. `refuse=False` keeps refused keys as entries, so that they can be explained."""
     problems: list[Problem] = []
     entries = _read_file(path, problems) if path else []
-    launched = _read_launcher(environ, problems)
+    launched = []
+    for key, text, variable in read_launcher_settings(environ):
+        entry = _read_value(key, text, f"accelerate launch: {variable}", variable, problems)
+        launched += [entry] if entry else []
     for entry in (*entries, *launched):
         if refuse and entry.verdict.word == REFUSED:
             text = f"{entry.value} is refused: {entry.verdict.because}"
@@ -200,9 +193,6 @@ def _collect_settings(entries: Sequence[Entry], problems: list[Problem]) -> dict
 def _disagree(key: str, setting: Setting, other: Setting) -> Problem:
     text = f"asks for {key} {format_value(setting.value)}, but it is {format_value(other.value)} at {other.where}"
     return Problem(text, setting.where, "make the two agree, or keep one of them", "disagreement")
-
-
-# --- its settings as the run file's ---
 
 
 def translate(file: AccelerateFile, run: RunFile, where: Where) -> tuple[dict[str, Setting], list[str], list[Problem]]:
@@ -294,9 +284,6 @@ def _spread_ranks(settings: dict[str, Setting], find: Find) -> Iterator[Problem]
         yield Problem(f"{ranks.value} ranks do not spread evenly over {nodes} nodes", ranks.where, hint, "uneven-ranks")
 
 
-# --- the launcher's environment ---
-
-
 def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[AccelerateKey, str, str]]:
     """Yield key, value and variable of each setting of `accelerate launch` (1.15), if it started this process."""
     if "ACCELERATE_MIXED_PRECISION" not in environ:
@@ -314,18 +301,6 @@ def read_launcher_settings(environ: Mapping[str, str]) -> Iterator[tuple[Acceler
     if world.isdigit() and local.isdigit() and int(local):
         yield top["num_machines"], str(max(1, int(world) // int(local))), "WORLD_SIZE"
         yield top["num_processes"], world, "WORLD_SIZE"
-
-
-def _read_launcher(environ: Mapping[str, str], problems: list[Problem]) -> list[Entry]:
-    entries = []
-    for key, text, variable in read_launcher_settings(environ):
-        entry = _read_value(key, text, f"accelerate launch: {variable}", variable, problems)
-        if entry:
-            entries.append(entry)
-    return entries
-
-
-# --- the file ---
 
 
 def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:

@@ -40,7 +40,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of plain, unquoted text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -97,9 +96,8 @@ class YamlDocument:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or find_unprintable(key.value):
-                raise UserError(
-                    "a key must be plain text", self.place(line, steps), "write `key: value`", "key-not-text"
-                )
+                text = "a key must be plain text"
+                raise UserError(text, self.place(line, steps), "write `key: value`", "key-not-text")
             path = (*steps, key.value)
             if key.value in items:
                 what = f"is set twice, first at {self.place(self.lines[path])}"
@@ -133,9 +131,8 @@ def parse_document(text: str, file: str) -> YamlDocument:
     except RecursionError:
         raise UserError(f"is nested more than {MAX_DEPTH} levels deep", file, "flatten it", "too-deep") from None
     except (ValueError, OverflowError) as error:  # escapes and directives with numbers beyond what Python takes
-        raise UserError(
-            f"is not valid YAML: {error}", file, "look for unusual escapes or % lines", "not-yaml"
-        ) from error
+        problem = f"is not valid YAML: {error}"
+        raise UserError(problem, file, "look for unusual escapes or % lines", "not-yaml") from error
     return document
 
 

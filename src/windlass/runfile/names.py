@@ -51,7 +51,6 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 
 def find_close_names(word: str, among: Iterable[str], count: int = 3) -> list[str]:
-    """Return the names that a misspelt one may have meant, nearest first."""
     by_fold = {name.lower().replace("-", "_"): name for name in among}
     found = difflib.get_close_matches(word[:100].lower().replace("-", "_"), list(by_fold), n=count, cutoff=0.6)
     return [by_fold[name] for name in found]

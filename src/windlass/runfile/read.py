@@ -17,9 +17,7 @@ from windlass.run_folder import TRIALS
 from windlass.runfile.accelerate import AccelerateFile, translate
 from windlass.runfile.document import Steps, find_unprintable, join_steps, load_document, parse_document, parse_scalar
 from windlass.runfile.fields import RunFile, ScriptRun
-from windlass.runfile.halving import find_halving_problems
 from windlass.runfile.machines import PLATFORM_SECTIONS
-from windlass.runfile.moved import refuse_moved_override, take_moved_keys
 from windlass.runfile.names import INSTEAD, NOT_TAKEN, NOT_VALUES, OTHER_NAMES, RENAMED, find_close_names
 from windlass.runfile.reference import (
     SECTIONS,
@@ -32,7 +30,7 @@ from windlass.runfile.reference import (
     list_keys,
 )
 from windlass.runfile.rules import find_contradictions, list_remarks
-from windlass.runfile.sweep import Trial, list_trials, why_shared
+from windlass.runfile.sweep import Trial, find_halving_problems, list_trials, why_shared
 
 INCOMPLETE = "INCOMPLETE: "  # begins the first line of what `windlass import` could not translate in full
 
@@ -52,8 +50,6 @@ class LoadedFile:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(LoadedFile):
-    """The run file of a language model's run."""
-
     run: RunFile
     trials: tuple["Loaded", ...] = ()  # of a sweep: the run file of each
     trial: Trial | None = None  # which of them this is
@@ -66,8 +62,6 @@ class Loaded(LoadedFile):
 
 @dataclass(frozen=True, slots=True)
 class LoadedScript(LoadedFile):
-    """The run file of a `kind: script` run."""
-
     run: ScriptRun
 
 
@@ -76,9 +70,8 @@ def read_run_file(path: Path, overrides: Sequence[str] = (), accelerate: Acceler
     loaded = read_any(path, overrides, accelerate)
     if isinstance(loaded, LoadedScript):
         hint = "scripts have plan, check, train, submit, watch and report"
-        raise UserError(
-            "this command is for language models, not for `kind: script`", loaded.where("kind"), hint, "not-for-scripts"
-        )
+        what = "this command is for language models, not for `kind: script`"
+        raise UserError(what, loaded.where("kind"), hint, "not-for-scripts")
     return loaded
 
 
@@ -138,9 +131,7 @@ def read_any(
     path: Path, overrides: Sequence[str] = (), accelerate: AccelerateFile | None = None
 ) -> Loaded | LoadedScript:
     """Read a run file of either kind. Raises a UserError with every problem, each with its place and a hint.
-
-    `accelerate`: its settings become the run file's where that sets nothing.
-    """
+    `accelerate`: its settings become the run file's where that sets nothing."""
     _refuse_incomplete(Path(path))
     document = load_document(Path(path))
     tree = document.value
@@ -156,7 +147,6 @@ def read_any(
             _apply_override(tree, places, text, root)
         except UserError as error:
             problems += error.problems
-    problems += take_moved_keys(tree, places)
     if isinstance(tree.get("layout"), str):
         places["layout.name"] = places["layout"]
     # A header may have nothing under it.
@@ -264,7 +254,6 @@ def _set_values(tree: dict[str, Any], places: dict[str, str], trial: Trial) -> I
 
 
 def is_same_run(one: RunFile, other: RunFile) -> bool:
-    """Return whether two runs differ in nothing but their folders and names."""
     ours, theirs = (
         run.model_copy(update={"train": run.train.model_copy(update={"output_dir": "", "run_name": None})})
         for run in (one, other)
@@ -314,7 +303,6 @@ def _rename(tree: dict[str, Any], places: dict[str, str], problems: list[Problem
 
 
 def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, root: Root) -> None:
-    """Put the value of `a.b=value` into the tree."""
     place = f"--override {text}"
     if find_unprintable(text):
         raise UserError("contains a character that can't be printed", ascii(place)[1:-1], "remove it", "unprintable")
@@ -331,7 +319,6 @@ def _apply_override(tree: dict[str, Any], places: dict[str, str], text: str, roo
             break
     annotation = find_annotation(steps, root)
     if annotation is None:
-        refuse_moved_override(tree, path, value_text, place)
         hint = "give the whole list: KEY=[a, b]" if "[" in path else _explain_unknown(steps, root)[1]
         raise UserError(f"the run file has no {path}", place, hint, "unknown-key")
     try:
@@ -415,8 +402,6 @@ def _set_places(places: dict[str, str], path: str, value: Any, place: str) -> No
             _set_places(places, f"{path}[{index}]", inner, place)
 
 
-# --- pydantic's errors as problems with a place and a hint ----------------------------------------------------------
-
 # What follows pydantic's "Input should be", in plainer words.
 WORDS = {
     "a valid integer": "a whole number",
@@ -444,7 +429,6 @@ def _nearest_place(places: dict[str, str], steps: Steps, file: str) -> str:
 def _explain_validation(
     error: ValidationError, tree: dict[str, Any], where: Callable[[Steps], str], root: Root
 ) -> dict[Steps, Problem]:
-    """Return one problem for each faulty path."""
     grouped: dict[Steps, list[Any]] = {}
     for item in error.errors(include_url=False):
         value: Any = tree
@@ -482,7 +466,6 @@ def _documented_key(steps: Steps, root: Root) -> str:
 
 
 def _explain_wrong(steps: Steps, found: list[Any], root: Root) -> tuple[str, str]:
-    """Return what is wrong with a value, and a hint."""
     key = _documented_key(steps, root)
     types = {item["type"] for item in found}
     value = found[0]["value"]
@@ -565,7 +548,6 @@ def _explain_unknown(steps: Steps, root: Root, tree: dict[str, Any] | None = Non
 
 
 def _shorten(value: Any) -> str:
-    """Return a value as the user wrote it, shortened."""
     if isinstance(value, dict | list):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     text = repr(value) if isinstance(value, str) else format_value(value)

@@ -53,7 +53,6 @@ def list_alternatives(annotation: Any) -> list[Any]:
 
 
 def find_section(annotation: Any) -> Root | None:
-    """Return the section that an annotation stands for, if any."""
     found = (o for o in list_alternatives(annotation) if isinstance(o, type) and issubclass(o, BaseModel))
     return next(found, None)
 
@@ -102,13 +101,11 @@ def list_keys(root: Root = RunFile) -> tuple[str, ...]:
 
 
 def find_owners(key: str, root: Root = RunFile) -> list[str]:
-    """Return paths that end in this key."""
     return [path for path in list_fields(root) if path.rpartition(".")[2] == key]
 
 
 @cache
 def list_documented() -> dict[str, Key]:
-    """Return the paths of both kinds of run file."""
     return {
         **list_fields(RunFile),
         **{path: key for path, key in list_fields(ScriptRun).items() if path.startswith("script")},
@@ -129,29 +126,29 @@ def _docstrings(model: Root) -> dict[str, str]:
     }
 
 
-def describe(path: str) -> list[str]:
-    """Return a key's meaning, type, default and other names, a line each."""
+def describe(path: str) -> Iterator[str]:
+    """Yield a key's meaning, type, default and other names, a line each."""
     model, field = list_documented()[path]
     top, _, name = path.rpartition(".")
-    lines = [_docstrings(model)[name]]
+    meaning = _docstrings(model)[name]
+    yield meaning
     if find_section(field.annotation) and field.default_factory:
         inside = [name for above, _, name in (key.rpartition(".") for key in list_documented()) if above == path]
-        lines.append(f"keys: {', '.join(inside)}")
+        yield f"keys: {', '.join(inside)}"
     else:
-        lines.append(f"type: {_describe_rule(TypeAdapter(field.rebuild_annotation()).json_schema())}")
+        yield f"type: {_describe_rule(TypeAdapter(field.rebuild_annotation()).json_schema())}"
         if not field.is_required():
-            lines.append(f"default: {format_value(field.default)}")
-        elif "Default:" not in lines[0]:
-            lines.append("required")
+            yield f"default: {format_value(field.default)}"
+        elif "Default:" not in meaning:
+            yield "required"
         if example := _find_example(path, field):
-            lines.append(f"example: {example}")
+            yield f"example: {example}"
     upstream, own = UPSTREAM.get(top, ("", set()))
     if upstream and name not in own:
-        lines.append(f"same as: {upstream}.{name}")
+        yield f"same as: {upstream}.{name}"
     for title, table in (("also accepted", RENAMED), ("elsewhere called", OTHER_NAMES)):
         if names := [name for name, key in table.items() if key == path]:
-            lines.append(f"{title}: {', '.join(names)}")
-    return lines
+            yield f"{title}: {', '.join(names)}"
 
 
 def _find_example(path: str, field: FieldInfo) -> str:
@@ -252,13 +249,11 @@ def read_presets() -> dict[str, str]:
 
 
 def read_preset(preset: str = "mistral-small-4") -> str:
-    """Return the text of a preset."""
     texts = read_presets()
     if preset not in texts:
         near = find_close_names(preset, texts) or texts
-        raise UserError(
-            f"there is no preset {preset!r}", "windlass init", f"choose {', '.join(near)}", "no-such-preset"
-        )
+        what = f"there is no preset {preset!r}"
+        raise UserError(what, "windlass init", f"choose {', '.join(near)}", "no-such-preset")
     return texts[preset]
 
 

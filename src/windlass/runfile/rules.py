@@ -41,11 +41,8 @@ def find_contradictions(run: RunFile | ScriptRun, where: Where, is_valid: Callab
 
 def resolve_accumulation(train: Train, readers: int, where: Where, split: int = 1) -> int:
     """Return micro-batches per optimizer step: as set, or computed from global_batch_size; an error if that isn't
-    whole.
-
-    With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge. `readers`: groups
-    of `split` ranks that read rows of their own.
-    """
+    whole. With per_device_train_batch_size: auto, micro-batches of one sequence, which the plan may merge. `readers`:
+    groups of `split` ranks that read rows of their own."""
     if train.global_batch_size is None:
         return train.micro_batches
     at_once = train.least_batch * readers

@@ -1,20 +1,20 @@
-"""`sweep:` of the run file: its trials, their names, and the keys that they may differ in."""
+"""`sweep:` of the run file: its trials, their names, the keys that they may differ in, and successive halving."""
 
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from windlass.errors import Problem
+from windlass.errors import Problem, Where
 from windlass.run_folder import TRIALS
-from windlass.runfile.fields import Sweep
+from windlass.runfile.fields import RunFile, Sweep
 from windlass.runfile.names import RENAMED
+from windlass.runfile.recorded import FREE
 from windlass.runfile.reference import find_annotation, format_yaml
-from windlass.runfile.resumed import FREE
 
 NAME: Final = "name"  # of a trial, in such a mapping
 OPTIONS: Final = frozenset(Sweep.model_fields) - {TRIALS}  # of a sweep; its other keys are those of the run file
@@ -66,8 +66,6 @@ MOST: Final = 200  # trials of a sweep
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One trial of a sweep."""
-
     name: str
     settings: Mapping[str, Any]  # key -> value, where it differs from the run file without `sweep`
     places: Mapping[str, str]  # key -> where that value is written
@@ -94,7 +92,7 @@ def why_shared(key: str) -> str:
     return next((table[name] for name in names for table in (SHARED, FREE) if name in table), "")
 
 
-def list_trials(sweep: Mapping[str, Any], where: Callable[[str], str]) -> tuple[list[Trial], list[Problem]]:
+def list_trials(sweep: Mapping[str, Any], where: Where) -> tuple[list[Trial], list[Problem]]:
     """Return the trials of a sweep, or what is wrong with its keys. `where`: the place of a path of the run file."""
     sweep = {name: values for name, values in sweep.items() if name not in OPTIONS}
     keys: dict[str, str] = {}  # path of each key -> key
@@ -111,7 +109,14 @@ def list_trials(sweep: Mapping[str, Any], where: Callable[[str], str]) -> tuple[
         problems += [problem] if problem else []
     if problems:
         return [], problems
-    combinations = list(_list_listed(sweep[TRIALS])) if TRIALS in sweep else list(_list_products(sweep))
+    combinations: list[tuple[str, TrialSettings]] = []
+    for number, listed in enumerate(sweep.get(TRIALS, ())):
+        path = f"sweep.{TRIALS}[{number}]"
+        settings = {key: (f"{path}.{key}", value) for key, value in listed.items() if key != NAME}
+        combinations.append((str(listed.get(NAME, "")), settings))
+    if TRIALS not in sweep:
+        choices = [[(f"sweep.{key}[{i}]", value) for i, value in enumerate(values)] for key, values in sweep.items()]
+        combinations = [("", dict(zip(sweep, chosen, strict=True))) for chosen in itertools.product(*choices)]
     trials: list[Trial] = []
     for number, (name, settings) in enumerate(combinations):
         name = name or choose_name(settings, sweep) or f"trial-{number + 1}"
@@ -163,7 +168,6 @@ def _check_shape(sweep: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]
 
 
 def _check_key(key: str, place: str) -> Problem | None:
-    """Return what is wrong with a key of a sweep."""
     key = RENAMED.get(key, key)
     if "." not in key and find_annotation((key,)) is not None and not why_shared(key):
         hint = f"write keys in full: `{key}.KEY: [A, B]`"
@@ -173,20 +177,6 @@ def _check_key(key: str, place: str) -> Problem | None:
         hint = f"set `{key}` outside of `sweep`, or start separate runs"
         return Problem(f"trials can't differ in {key}: {reason}", place, hint, "shared-key")
     return None  # an unknown one is refused where the value is set
-
-
-def _list_products(sweep: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, TrialSettings]]:
-    """Yield every combination of the keys' values."""
-    choices = [[(f"sweep.{key}[{i}]", value) for i, value in enumerate(values)] for key, values in sweep.items()]
-    for chosen in itertools.product(*choices):
-        yield "", dict(zip(sweep, chosen, strict=True))
-
-
-def _list_listed(listed: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, TrialSettings]]:
-    for number, settings in enumerate(listed):
-        path = f"sweep.{TRIALS}[{number}]"
-        values = {key: (f"{path}.{key}", value) for key, value in settings.items() if key != NAME}
-        yield str(settings.get(NAME, "")), values
 
 
 def choose_name(settings: TrialSettings, sweep: Mapping[str, Any]) -> str:
@@ -216,3 +206,96 @@ def format_number(value: float) -> str:
     if not math.isclose(float(plain), value, rel_tol=1e-12):
         return repr(value)
     return scientific if len(scientific) < len(plain) else plain
+
+
+# --- successive halving ------------------
+
+# Of rows that are held out of these a trial that differs in them has others.
+SOURCES: Final = ("dataset_name_or_path", "dataset_config_name", "train_split", "mix")
+
+
+class Halving(NamedTuple):
+    """After this step so many trials go on."""
+
+    step: int
+    trials: int
+
+
+def list_halvings(sweep: Sweep, trials: int) -> tuple[Halving, ...]:
+    """Return the steps that drop trials: each leaves half, rounded up, but `keep` at least, and the last one `keep`."""
+    keep = sweep.keep or trials
+    halvings = []
+    for step in sweep.at:
+        left = keep if step == sweep.at[-1] else max(keep, math.ceil(trials / 2))
+        if left < trials:
+            halvings.append(Halving(step, left))
+        trials = left
+    return tuple(halvings)
+
+
+def find_halving_problems(trials: Mapping[str, RunFile], run: RunFile, where: Where) -> Iterator[Problem]:
+    """Yield why these trials can't be halved as `keep` and `at` say."""
+    keep = run.sweep.keep
+    at = run.sweep.at
+    if keep is None or not at:
+        if keep or at:
+            given, missing = ("keep", "at") if keep else ("at", "keep")
+            hint = "set both, such as `keep: 2` and `at: [50, 100]`, or neither"
+            yield Problem(f"halving needs `{missing}`, too", where(f"sweep.{given}"), hint, "half-a-halving")
+        return
+    if at != sorted(set(at)):
+        yield Problem("the steps must ascend", where("sweep.at"), f"write `at: {sorted(set(at))}`", "halving-order")
+    if keep >= len(trials):
+        problem = f"{keep} of {len(trials)} trials are kept: none is dropped"
+        yield Problem(problem, where("sweep.keep"), "keep fewer, or leave out `keep` and `at`", "halving-keeps-all")
+    if run.train.evaluation == "no":
+        hint = "set train.eval_strategy: steps, or leave out `keep` and `at`"
+        yield Problem("halving compares evaluations, and there are none", where("sweep.at"), hint, "not-evaluated")
+    shortest = min(trials, key=lambda name: trials[name].train.max_steps)
+    total = trials[shortest].train.max_steps  # negative where epochs count
+    every = run.train.eval_steps if run.train.evaluation == "steps" else None
+    yield from find_step_problems(at, shortest, total if total > 0 else None, every, where)
+    losses = [getattr(trial, run.train.objective, None) for trial in trials.values()]
+    if any(loss != losses[0] for loss in losses):
+        problem = f"trials differ in {run.train.objective}, where another value is another loss: none is the better one"
+        hint = "leave out `keep` and `at`; `windlass best RUN_DIR --by accuracy` compares such trials"
+        yield Problem(problem, where("sweep.keep"), hint, "not-comparable")
+    sources = [[getattr(trial.data, key) for key in SOURCES] for trial in trials.values()]
+    if run.data.val_fraction is not None and any(source != sources[0] for source in sources):
+        yield describe_other_rows(where)
+
+
+def find_step_problems(
+    at: Sequence[int], trial: str, total: int | None, every: int | None, where: Where
+) -> Iterator[Problem]:
+    """Yield which steps have no evaluation, or are not before the end of a trial that has `total` steps. `every`: the
+    steps from one evaluation to the next. None: not known yet."""
+    late = [step for step in at if total is not None and step >= total]
+    between = [step for step in at if every and step % every]
+    if not late and not between:
+        return
+    every = every or 1
+    last = None if total is None else (total - 1) // every * every
+    near = {max(every, round(step / every) * every) for step in at}
+    near = {step if last is None else min(step, last) for step in near} - {0}
+    hint = f"write `at: {sorted(near)}`" if near else "make the trials longer"
+    if between:
+        hint += f", or set train.eval_steps: {math.gcd(*at)}"
+        problem = f"no evaluation at step {between[0]}: trials are evaluated every {every} steps"
+        yield Problem(problem, where("sweep.at"), hint, "between-evaluations")
+    else:
+        problem = f"trial {trial} ends with step {total}, so nothing is saved by halving at step {late[0]}"
+        yield Problem(problem, where("sweep.at"), hint, "halving-at-end")
+
+
+def describe_other_rows(where: Where) -> Problem:
+    problem = "trials would be compared on different validation rows: those held out of their own data"
+    hint = "name rows for all with data.eval or data.val_split, or leave out `keep` and `at`"
+    return Problem(problem, where("sweep.keep"), hint, "not-comparable")
+
+
+def share_of_steps(halvings: Sequence[Halving], trials: int, total: int) -> float:
+    """Return the share of its steps that a trial is trained for, if each is as likely to go on."""
+    edges = [0, *(min(halving.step, total) for halving in halvings), total]
+    going = [trials, *(halving.trials for halving in halvings)]
+    return sum(count * (edges[i + 1] - edges[i]) for i, count in enumerate(going)) / (trials * total)

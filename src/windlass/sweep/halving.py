@@ -13,7 +13,7 @@ from windlass.observe.background import BackgroundReport
 from windlass.plan import Plan
 from windlass.plan.finished import describe_halving
 from windlass.run_folder import CHECKPOINTS, DROPPED, EVENTS, FAILED, HALVED, TRIALS, has_ended
-from windlass.runfile.halving import Halving, describe_other_rows, find_step_problems
+from windlass.runfile.sweep import Halving, describe_other_rows, find_step_problems
 from windlass.train.batches import RunLength
 from windlass.train.checkpoint.folder import list_checkpoints, read_step
 

@@ -33,7 +33,7 @@ from windlass.run_folder import (
     has_ended,
     read_manifest,
 )
-from windlass.runfile.halving import Halving
+from windlass.runfile.sweep import Halving
 from windlass.sweep.halving import (
     CheckedData,
     describe_decision,

@@ -4,8 +4,7 @@ results    the result of one check, and the table of all
 inputs     plan, weights, tokenizer, data, script, libraries
 machine    GPUs, InfiniBand, memory, limits, folders
 nodes      between nodes: presence, connections, same files, shared volume
-speed      how fast each GPU is
-bandwidth  how fast the nodes exchange data
+bandwidth  how fast each GPU is, and how fast the nodes exchange data
 
 Three depths. Alone: run file, checkpoint and data. `here`: this machine too, as one of the run's. `in-pod`: the run's
 nodes connect, agree on one verdict, and each exits with it.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from windlass.launch.check import inputs, machine, speed
+from windlass.launch.check import bandwidth, inputs, machine
 from windlass.launch.check.results import (
     ALONE,
     HERE,
@@ -40,7 +39,6 @@ def run_checks(
     *,
     depth: str = ALONE,
     environ: Mapping[str, str] | None = None,
-    root: Path = Path("/"),
     patience_seconds: float = JOIN_SECONDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> CheckReport:
@@ -49,7 +47,7 @@ def run_checks(
     is_leader = True
     environ = dict(os.environ if environ is None else environ)  # a copy: importing torch adds to it
     plan, results = inputs.check_plan(loaded)
-    c = Context(loaded, plan, inputs.list_distributions(), environ, root, depth == ALONE)
+    c = Context(loaded, plan, inputs.list_distributions(), environ, Path("/"), depth == ALONE)
     results += [*inputs.check_inputs(c), machine.check_run_folder(c), machine.check_disk_space(c)]
     results += machine.check_run_variables(c)
     if depth == ALONE:
@@ -61,6 +59,6 @@ def run_checks(
 
         results, is_leader = nodes.check_nodes(c, results, patience_seconds, say)
     else:
-        results += speed.check_here(c) if depth == HERE else []
+        results += bandwidth.check_here(c) if depth == HERE else []
         results.append(skipped("between nodes", "--in-pod checks it, from all nodes of the run at once"))
     return CheckReport(depth, tuple(results), is_leader, time.monotonic() - began)

@@ -97,7 +97,6 @@ def check_inputs(c: Context) -> list[Result]:
 
 
 def check_files(c: Context, loaded: Loaded) -> list[Result]:
-    """Check the other files in the run file that a run reads before its first step."""
     found = [absent for run in loaded.runs for absent in find_absent_files(run.run, run.where)]
     if c.elsewhere:
         return [skipped_elsewhere("file", path) for path, _ in found]
@@ -187,7 +186,6 @@ def format_size(count: float) -> str:
 
 
 def check_script(c: Context, loaded: LoadedScript) -> Result:
-    """Check that the script exists and is Python."""
     script = loaded.run.script
     path = Path(str(loaded.run.script.path))
     where = loaded.where("script.path")
@@ -290,7 +288,6 @@ def check_cuda(c: Context, gpus: Gpus) -> Result:
 
 
 def check_model_class(c: Context, family: Family) -> tuple[Any, Result]:
-    """Import the model class as training will."""
     version = c.have.get("transformers")
     name = family.causal_lm
     if version is None or "torch" not in c.have:

@@ -13,7 +13,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass import hardware
@@ -26,7 +25,7 @@ from windlass.observe.format import format_plural
 from windlass.plan import Plan
 from windlass.plan.finished import has_finished, require_own_folder
 from windlass.plan.script import AnyPlan, ScriptPlan
-from windlass.ranks.interfaces import list_choices
+from windlass.ranks.place import list_choices
 from windlass.runfile import Loaded, RunFile
 from windlass.variables import find_unread
 
@@ -56,7 +55,6 @@ TOKEN_BYTES = 8  # per token in the token cache: an id, and whether the loss is 
 
 
 def check_machine(c: Context) -> list[Result]:
-    """Check this machine, without a plan as far as possible."""
     gpus = hardware.read_gpus()
     results = [
         *check_limits(c, hardware.read_this_machine()),
@@ -163,8 +161,7 @@ def check_interfaces(c: Context) -> list[Result]:
         title = f"interface {choice.variable}"
         shown = ", ".join(f"{name} {address}" for name, address in choice.addresses)
         problem = choice.problem
-        seen = f"{choice.pattern}: {shown}"
-        results.append(failed(title, problem, hint) if problem else passed(title, seen))
+        results.append(failed(title, problem, hint) if problem else passed(title, f"{choice.pattern}: {shown}"))
     return results
 
 
@@ -189,40 +186,25 @@ def check_hostname(c: Context, addresses: Sequence[str]) -> list[Result]:
     return [passed(title, seen)]
 
 
-@dataclass(slots=True)
-class _Ports:
-    """InfiniBand ports of this container, by what can be said of them."""
-
-    every: list[str] = field(default_factory=list)
-    chosen: list[str] = field(default_factory=list)  # by NCCL_IB_HCA, with state and rate
-    active: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)  # active ones without a device file
-    rates: list[float] = field(default_factory=list)  # of the active ones
-
-
-def _read_ports(root: Path, hca: str) -> _Ports:
-    """Read the ports. NCCL_IB_HCA has prefixes, exact names with =, all but these with ^."""
-    ports = _Ports()
+def _read_ports(root: Path, hca: str) -> tuple[list[str], dict[str, tuple[str, str, bool]]]:
+    """Return all InfiniBand ports of this container, and state, rate and whether there is a device file of those that
+    NCCL_IB_HCA chooses: it has prefixes, exact names with =, all but these with ^."""
+    every = []
+    chosen = {}
     exclude = hca.startswith("^")
     exact = "=" in hca[:2]
     wanted = [name for name in hca.lstrip("^=").split(",") if name]
     for path in sorted(root.glob("sys/class/infiniband/*/ports/*")):
         device = path.parent.parent.name
         name = f"{device}:{path.name}"
-        ports.every.append(name)
+        every.append(name)
         named = any(name == w or (device == w if exact else device.startswith(w)) for w in wanted)
-        if wanted and exclude == named:
-            continue
-        state = read_text(path / "state").partition(":")[2].strip()
-        rate = read_text(path / "rate").partition(" ")[0]
-        ports.chosen.append(f"{name} {state or 'unknown'} at {rate or '?'} Gb/s")
-        if state == "ACTIVE":
-            ports.active.append(name)
-            ports.rates.append(float(rate or 0))
+        if not wanted or exclude != named:
+            state = read_text(path / "state").partition(":")[2].strip()
+            rate = read_text(path / "rate").partition(" ")[0]
             verbs = [v for v in root.glob("sys/class/infiniband_verbs/*") if read_text(v / "ibdev").strip() == device]
-            if not any((root / "dev/infiniband" / verb.name).exists() for verb in verbs):
-                ports.closed.append(name)
-    return ports
+            chosen[name] = state, rate, any((root / "dev/infiniband" / verb.name).exists() for verb in verbs)
+    return every, chosen
 
 
 def check_infiniband(c: Context, plan: AnyPlan) -> Result:
@@ -233,20 +215,23 @@ def check_infiniband(c: Context, plan: AnyPlan) -> Result:
     if not wants_rdma(plan):
         return skipped(title, "this run uses none")
     hca = c.environ.get("NCCL_IB_HCA", "")
-    ports = _read_ports(c.root, hca)
-    shown = ", ".join(ports.chosen)
+    every, chosen = _read_ports(c.root, hca)
+    shown = ", ".join(f"{name} {state or 'unknown'} at {rate or '?'} Gb/s" for name, (state, rate, _) in chosen.items())
+    active = [name for name, (state, _, _) in chosen.items() if state == "ACTIVE"]
+    closed = ", ".join(name for name in active if not chosen[name][2])
+    slowest = min((float(chosen[name][1] or 0) for name in active), default=0.0)
     request = "request the network cards: `extended_resources` in the platform's section of cluster"
     for bad, problem, hint in (
-        (not ports.every, f"{network} is planned, and this container sees no RDMA card", request),
-        (not ports.chosen, f"NCCL_IB_HCA={hca} matches none of {', '.join(ports.every)}", "name one of these"),
-        (len(ports.active) < cards, f"{len(ports.active)} ports active, {cards} planned: {shown}",
+        (not every, f"{network} is planned, and this container sees no RDMA card", request),
+        (not chosen, f"NCCL_IB_HCA={hca} matches none of {', '.join(every)}", "name one of these"),
+        (len(active) < cards, f"{len(active)} ports active, {cards} planned: {shown}",
          "the cable, the switch port or the subnet manager; or choose others with NCCL_IB_HCA"),
-        (ports.closed, f"no device below /dev/infiniband for {', '.join(ports.closed)}", request),
+        (closed, f"no device below /dev/infiniband for {closed}", request),
     ):  # fmt: skip
         if bad:
             return failed(title, problem, hint, c.loaded.where("cluster.network"))
     line_rate = network.rpartition("-")[2]  # a fabric's name gives it: infiniband-400
-    if line_rate.isdigit() and min(ports.rates, default=0) < float(line_rate):
+    if line_rate.isdigit() and slowest < float(line_rate):
         hint = "a cable or port that trained down; or state the real rate in cluster.network"
         return warned(title, f"slower than {network}: {shown}", hint)
     return passed(title, shown)
@@ -285,7 +270,6 @@ def check_gpus(c: Context, plan: AnyPlan, found: Gpus) -> list[Result]:
 
 
 def check_gpu_kind(c: Context, plan: AnyPlan, gpus: tuple[GpuReading, ...]) -> Result:
-    """Check that the GPU is the one for which the plan was made."""
     planned = plan.machine.gpu
     others = []
     for gpu in gpus:
@@ -379,7 +363,6 @@ def try_folder(folder: Path) -> str:
 
 
 def check_run_folder(c: Context) -> Result:
-    """Check the run folder, which all nodes share."""
     folder = Path(c.loaded.run.folder)
     where = c.loaded.where(c.loaded.run.folder_key)
     if c.elsewhere and not folder.is_dir():

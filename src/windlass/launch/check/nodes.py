@@ -17,7 +17,7 @@ from windlass.data.select import list_all_sets
 from windlass.errors import UserError
 from windlass.files import write_atomic
 from windlass.hardware import read_text
-from windlass.launch.check import bandwidth, speed
+from windlass.launch.check import bandwidth
 from windlass.launch.check.machine import deepest_existing_dir
 from windlass.launch.check.results import (
     FAIL,
@@ -32,8 +32,7 @@ from windlass.launch.check.results import (
     warned,
 )
 from windlass.plan.script import ScriptPlan
-from windlass.ranks.interfaces import EXACT, list_choices
-from windlass.ranks.place import read_node
+from windlass.ranks.place import EXACT, list_choices, read_node
 from windlass.ranks.rendezvous import Rendezvous, RendezvousError
 from windlass.runfile import LoadedScript
 
@@ -78,7 +77,7 @@ def check_nodes(
         results = [failed(COUNT, seen, hint, c.loaded.where("cluster.nodes"))]
     alone = [*results, *(replace(result, node=name) for result in mine)]
     if node.count == 1:
-        return [*alone, *speed.check_here(c), skipped("between nodes", "there is one node")], True
+        return [*alone, *bandwidth.check_here(c), skipped("between nodes", "there is one node")], True
     rendezvous = Rendezvous(node)
     how = f"did not join within {seconds:.0f} s"
     try:
@@ -320,8 +319,8 @@ def measure_speed(rendezvous: Rendezvous, c: Context, hanging: Sequence[str], na
         why = "; ".join(lacking) or f"it would hang: {', '.join(dict.fromkeys(hanging))} failed"
         return [skipped("all-reduce", why)]
     local_rank = c.environ.get("LOCAL_RANK", "0")
-    speeds = rendezvous.gather(speed.measure_gpus(c.environ.get("LOCAL_RANK")), bandwidth.GROUP_SECONDS * 2)
-    gpus = speed.check_gpu_speed(c.plan, speeds, names)
+    speeds = rendezvous.gather(bandwidth.measure_gpus(c.environ.get("LOCAL_RANK")), bandwidth.GROUP_SECONDS * 2)
+    gpus = bandwidth.check_gpu_speed(c.plan, speeds, names)
     if gpus.verdict == FAIL:
         return [gpus, skipped("all-reduce", f"it would hang: {gpus.name} failed")]
     measured = bandwidth.measure_bandwidth(rendezvous, int(local_rank) if local_rank.isdigit() else 0)

@@ -31,8 +31,6 @@ NO_PLAN = "there is no plan"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The input of checks: the run and this machine."""
-
     loaded: Loaded | LoadedScript
     plan: AnyPlan | None
     have: Mapping[str, str]  # installed distribution -> version
@@ -83,7 +81,6 @@ def skipped_elsewhere(name: str, what: str) -> Result:
 
 
 def problems_to_results(name: str, problems: Iterable[Problem]) -> list[Result]:
-    """Convert errors from other parts of windlass to failed checks."""
     return [failed(name, problem.problem, problem.hint, problem.where) for problem in problems]
 
 
@@ -113,10 +110,8 @@ class CheckReport:
         return RANK_USER_INPUT if self.depth == IN_POD and failures != {NODES} else FAILED
 
     def as_dict(self) -> dict[str, Any]:
-        results = list(map(asdict, self.results))
-        seconds = round(self.seconds, 3)
         head = {"windlass": __version__, "depth": self.depth, "verdict": self.verdict}
-        return {**head, "seconds": seconds, "results": results}
+        return {**head, "seconds": round(self.seconds, 3), "results": list(map(asdict, self.results))}
 
     def write(self, folder: Path) -> Path | None:
         """Write check.json to the run folder, if it exists and no run has begun there or this is the run's own check.

@@ -100,14 +100,16 @@ def find_runtime_problem(name: str) -> str:
     spec = json.loads(done.stdout)["spec"]["template"]["spec"]
     jobs = {job["name"]: job["template"]["spec"] for job in spec["replicatedJobs"]}
     node: dict[str, Any] = jobs.get("node", {})
-    action = _choose_action(node.get("podFailurePolicy", {}).get("rules", []))
+    action = "Count"
+    for rule in node.get("podFailurePolicy", {}).get("rules", []):
+        codes = rule.get("onExitCodes")
+        if codes and (SAVED in codes["values"]) == (codes["operator"] == "In"):
+            action = rule["action"]
+            break
     reason = "BackoffLimitExceeded" if action == "Count" else "PodFailurePolicy"
     policy = spec.get("failurePolicy", {})
-    answer = "RestartJobSet"
-    for rule in policy.get("rules", []):
-        if reason in (rule.get("onJobFailureReasons") or [reason]):
-            answer = rule["action"]
-            break
+    rules = (rule for rule in policy.get("rules", []) if reason in (rule.get("onJobFailureReasons") or [reason]))
+    answer = next((rule["action"] for rule in rules), "RestartJobSet")
     restarts = answer == "RestartJobSet" and policy.get("maxRestarts")
     if action == "Ignore" or "IgnoreMaxRestarts" in answer or restarts:
         return ""
@@ -115,19 +117,8 @@ def find_runtime_problem(name: str) -> str:
     return f"its runtime {name} counts each node that is stopped as one of {limit} failures, and starts no run again"
 
 
-def _choose_action(rules: list[dict[str, Any]]) -> str:
-    """Return what a Job's failure policy does with a pod that ended with 75: the first rule that matches."""
-    for rule in rules:
-        codes = rule.get("onExitCodes")
-        if codes and (SAVED in codes["values"]) == (codes["operator"] == "In"):
-            return str(rule["action"])
-    return "Count"
-
-
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    """A job in the cluster, which may not exist yet or any more."""
-
     name: str
     engine: str
     namespace: str | None
@@ -310,14 +301,12 @@ def list_node_notes(job: Job) -> Iterator[str]:
     selector = job.cluster.kubernetes.node_selector
     resource = job.cluster.kubernetes.gpu_resource
     count = job.ranks_per_node
-    nodes = [
-        (node["metadata"].get("labels", {}), node["status"]["allocatable"]) for node in json.loads(done.stdout)["items"]
-    ]
-    fit = [
-        labels
-        for labels, amounts in nodes
-        if selector.items() <= labels.items() and (not job.gpu or int(amounts.get(resource, 0)) >= count)
-    ]
+    nodes = json.loads(done.stdout)["items"]
+    fit = []
+    for node in nodes:
+        labels = node["metadata"].get("labels", {})
+        has_gpus = not job.gpu or int(node["status"]["allocatable"].get(resource, 0)) >= count
+        fit += [labels] if has_gpus and selector.items() <= labels.items() else []
     if len(fit) < job.nodes:
         what = f"{count} {resource} each" if job.gpu else "room"
         if selector:

@@ -22,11 +22,11 @@ from windlass.launch.job import (
     find_pod_problems,
     keep_record,
     list_refused_keys,
+    render_launch_sh,
     to_one_line,
 )
 from windlass.launch.platforms import kubectl, pod
 from windlass.launch.platforms.kubectl import KubernetesJob
-from windlass.launch.script import render_launch_sh
 from windlass.ranks.place import PORT
 
 FILES = "/etc/windlass"  # where run.yaml, launch.sh and accelerate.yaml are mounted

@@ -1,8 +1,6 @@
 """A run on this machine without a platform: it replaces this process, is observed by its run folder, and is
 stopped by a signal."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex
@@ -41,7 +39,6 @@ IGNORED = {
 
 
 def list_scheduler_keys(job: Job) -> Iterator[str]:
-    """Yield the settings that need a scheduler: there is none here."""
     if keys := [key for key in SCHEDULED if key in job.cluster.changed]:
         yield f"no effect without a scheduler (--to kubernetes, runai or slurm): cluster's {', '.join(keys)}"
 

@@ -21,10 +21,10 @@ from windlass.launch.job import (
     parse_cores,
     quote,
     quote_words,
+    render_launch_sh,
     to_one_line,
 )
 from windlass.launch.platforms import openshift
-from windlass.launch.script import render_launch_sh
 from windlass.runfile.machines import Secret
 
 # Keys that are sent unchanged: key, option of the command line, key in the REST API's body.
@@ -49,10 +49,7 @@ MASTERS = (
 
 # Key of a volume -> its option, its list in the REST API's body, and how each names the volume's parts.
 VOLUMES = {
-    "claim": (
-        *("existing-pvc", "pvc", {"claimname": "name", "path": "path"}),
-        {"claimName": "name", "path": "path"},
-    ),
+    "claim": (*("existing-pvc", "pvc", {"claimname": "name", "path": "path"}), {"claimName": "name", "path": "path"}),
     "config_map": (
         *("configmap-map-volume", "configMapVolume", {"name": "name", "path": "path", "subpath": "subpath"}),
         {"configMap": "name", "mountPath": "path", "subPath": "subpath"},
@@ -67,11 +64,7 @@ VOLUMES = {
     ),
 }
 
-_COMMENT: Final[dict[str, Any]] = {
-    "initial_indent": "#   ",
-    "subsequent_indent": "#   ",
-    "break_on_hyphens": False,
-}
+_COMMENT: Final[dict[str, Any]] = {"initial_indent": "#   ", "subsequent_indent": "#   ", "break_on_hyphens": False}
 
 SUBMIT = """\
 #!/usr/bin/env bash
@@ -107,7 +100,6 @@ def list_options(job: Job) -> Iterator[Option]:
         if value:
             yield "", option, value, {path: value} if path else {}
     yield from _list_resources(job)
-    yield from _list_volumes(job)
     yield from _list_placement(job)
     yield from _list_lifetime(job)
     yield from _list_variables(job)
@@ -135,9 +127,6 @@ def _list_resources(job: Job) -> Iterator[Option]:
     if job.cluster.large_shm:
         why = "ranks of one node exchange data through /dev/shm"
         yield why, "large-shm", "", {"compute.largeShmRequest": True}
-
-
-def _list_volumes(job: Job) -> Iterator[Option]:
     for volume in job.cluster.volumes:
         (key, name), *_ = volume.sources.items()
         option, section, parts, fields = VOLUMES[key]
@@ -244,7 +233,6 @@ def container_command(job: Job) -> list[str]:
 
 
 def submit_command(job: Job) -> list[str]:
-    """Return the words of the command that submits the run."""
     words = [word for _, flag in list_flags(job) for word in flag]
     return [*client_command(job.name, job.nodes, None, "submit"), *words, "--command", "--", *container_command(job)]
 
@@ -292,9 +280,8 @@ def review(job: Job) -> Iterator[Problem | str]:
         if volume.read_only or (volume.sub_path and not volume.config_map):
             where = job.where(f"cluster.volumes[{index}]")
             hint = "mount the whole volume, read and write"
-            yield Problem(
-                "Run:ai's command line mounts no part of a volume, and none read-only", where, hint, "not-on-platform"
-            )
+            what = "Run:ai's command line mounts no part of a volume, and none read-only"
+            yield Problem(what, where, hint, "not-on-platform")
     yield from openshift.find_scc_problems(job, "runai")
     if cluster.deadline_seconds:
         yield "cluster.deadline_seconds has no effect on Run:ai: the project's policy has time limits"

@@ -1,15 +1,12 @@
 """A script for each node, started by hand or by a scheduler that windlass doesn't know."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.errors import Problem, UserError
-from windlass.launch.job import Job, JobRecord, keep_record
+from windlass.launch.job import Job, JobRecord, keep_record, render_launch_sh
 from windlass.launch.platforms import local
-from windlass.launch.script import render_launch_sh
 
 
 def review(job: Job) -> Iterator[Problem | str]:
@@ -17,7 +14,6 @@ def review(job: Job) -> Iterator[Problem | str]:
 
 
 def files(job: Job) -> dict[str, str]:
-    """Return all files that a node needs, for one folder."""
     return {"launch.sh": render_launch_sh(job, exports=True), **job.files}
 
 

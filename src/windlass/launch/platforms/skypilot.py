@@ -22,10 +22,10 @@ from windlass.launch.job import (
     parse_cores,
     parse_gib,
     quote_words,
+    render_launch_sh,
     to_one_line,
 )
 from windlass.launch.platforms.kubernetes import to_block
-from windlass.launch.script import render_launch_sh
 from windlass.runfile.machines import Secret
 
 TASK = "task.yaml"
@@ -77,7 +77,6 @@ def is_bucket(source: str) -> bool:
 
 
 def find_mount(job: Job, path: str) -> str | None:
-    """Return the innermost mount that a path of the nodes is on."""
     mounts = [mount for mount in job.cluster.skypilot.mounts if PurePosixPath(path).is_relative_to(mount)]
     return max(mounts, key=len, default=None)
 

@@ -21,10 +21,10 @@ from windlass.launch.job import (
     parse_gib,
     quote,
     quote_words,
+    render_launch_sh,
     to_one_line,
 )
 from windlass.launch.platforms import local
-from windlass.launch.script import render_launch_sh
 
 BATCH = "job.sbatch"
 PAUSE_SECONDS = 2.0
@@ -65,7 +65,6 @@ def list_options(job: Job) -> dict[str, str]:
 
 
 def container_options(job: Job) -> tuple[list[str], list[str]]:
-    """Return srun's options, and the words before `bash launch.sh`."""
     container = job.cluster.slurm.container
     image = job.cluster.image or ""
     mounts = []

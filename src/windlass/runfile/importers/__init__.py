@@ -16,22 +16,23 @@ to `TRANSLATE` below. `<tool>.py` translates what depends on several keys. `<too
 - `held_out`: the key of the validation share. `experts`: that of adapted expert parameters.
 """
 
+import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from windlass.errors import UserError
+from windlass.errors import Problem, UserError
 from windlass.hardware import parse_gpus
 from windlass.runfile.fields import Train
 from windlass.runfile.importers import axolotl, llamafactory, swift, trl
 from windlass.runfile.importers.imported import ImportedRun, as_list
 from windlass.runfile.importers.keys import resolve_conflicts, translate_common
 from windlass.runfile.importers.read import read_configuration
-from windlass.runfile.importers.write import list_no_effect as list_no_effect
-from windlass.runfile.importers.write import render_run_file as render_run_file
-from windlass.runfile.importers.write import validate
 from windlass.runfile.names import IMPORTED, TOOLS
-from windlass.runfile.read import parse_settings
+from windlass.runfile.read import INCOMPLETE, parse_settings, read_run_file
+from windlass.runfile.reference import render_settings
 
 TRANSLATE: Final[dict[str, Callable[[ImportedRun], None]]] = {
     "axolotl": axolotl.translate,
@@ -63,7 +64,7 @@ def import_file(path: Path, tool: str = "", gpus: str | None = None, overrides: 
     for key, value in parse_settings(overrides).items():
         imported.settings[key] = value
         imported.remarks[key] = "--override"
-    validate(imported)
+    _validate(imported)
     return imported
 
 
@@ -99,17 +100,14 @@ def _apply_table(imported: ImportedRun) -> None:
     if names:
         imported.set("lora.experts", {"targets": names}, key)
     if key := table.get("held_out"):
-        _set_held_out(imported, key, imported.take(key, kind=int | float) or 0)
-
-
-def _set_held_out(imported: ImportedRun, key: str, share: float) -> None:
-    if not share:
-        imported.set("data.val_split", None, f"{key}: 0")
-    elif share < 1:
-        imported.set("data.val_fraction", share, key)
-    else:
-        problem = f"{share} rows: windlass holds out a share of the rows"
-        imported.refuse(key, problem, f"write {key}: 0.01 or the like")
+        share = imported.take(key, kind=int | float) or 0
+        if not share:
+            imported.set("data.val_split", None, f"{key}: 0")
+        elif share < 1:
+            imported.set("data.val_fraction", share, key)
+        else:
+            problem = f"{share} rows: windlass holds out a share of the rows"
+            imported.refuse(key, problem, f"write {key}: 0.01 or the like")
 
 
 def _carry_over(imported: ImportedRun) -> None:
@@ -127,3 +125,45 @@ def _carry_over(imported: ImportedRun) -> None:
         if key not in imported.settings:
             imported.settings[key] = None if value == "null" else value
             imported.remarks[key] = f"{TOOLS[imported.tool]}'s default"
+
+
+def render_run_file(imported: ImportedRun) -> str:
+    """Return the run file's text, each line with the key it comes from."""
+    source = f"{Path(imported.file).name} of {TOOLS[imported.tool]}"
+    head = f"From {source}. Next step: windlass plan run.yaml"
+    if "cluster.gpu" not in imported.settings:
+        head += "\n# No machine is set: the run takes the one it is on. `windlass import … --gpus 8xh100` sets one."
+    if imported.problems:
+        keys = ", ".join(dict.fromkeys(problem.where.rpartition(": ")[2] for problem in imported.problems))
+        head = f"{INCOMPLETE}from {source}, without a counterpart of: {keys}"
+    settings = {**imported.settings, "layout.name": "auto"}
+    remarks = {**imported.remarks, "layout.name": "the fastest that fits"}
+    return render_settings(settings, remarks, head)
+
+
+def list_no_effect(imported: ImportedRun) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for key, why in imported.no_effect.items():
+        by_reason.setdefault(why, []).append(key)
+    wrap = textwrap.TextWrapper(78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    paragraphs = [f"  {why}:\n{wrap.fill(', '.join(names))}" for why, names in by_reason.items()]
+    count = len(imported.no_effect) or "none"
+    return "\n".join([f"keys of {imported.file} without effect here: {count}", *paragraphs])
+
+
+def _validate(imported: ImportedRun) -> None:
+    """Check the values with the run file's own rules; problems name the other tool's key."""
+    complete = replace(imported, problems=[])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(render_run_file(complete), encoding="utf-8")
+        try:
+            read_run_file(path)
+        except UserError as error:
+            for problem in error.problems:
+                key = problem.where.rpartition(": ")[2]
+                theirs = imported.remarks.get(key, "")
+                line = f":{imported.lines[theirs]}" if theirs in imported.lines else ""
+                where = f"{imported.file}{line}: {theirs or key}"
+                what = f"as {key}: {problem.problem}"
+                imported.problems.append(Problem(what, where, problem.hint, problem.code))

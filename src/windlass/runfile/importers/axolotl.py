@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, as_list
-from windlass.runfile.importers.preference import set_objective
+from windlass.runfile.importers.keys import set_data_sets, set_eval_sets, set_objective, translate_columns
 
 TEMPLATES: Final = ("chatml", "llama3", "alpaca")  # chat templates that windlass has by the same name
 TOKENIZERS_TEMPLATE: Final = "the tokenizer's own is used; compare with `windlass data run.yaml --sample 3`"

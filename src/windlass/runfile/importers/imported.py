@@ -109,6 +109,5 @@ def as_list(value: Any) -> list[Any]:
 
 
 def split_names(value: Any) -> list[str]:
-    """Return the names in a list, or between the commas of a text."""
     names = value if isinstance(value, list) else str(value or "").split(",")
     return [str(name).strip() for name in names if str(name).strip()]

@@ -1,16 +1,27 @@
-"""Keys that several tools have and that depend on one another."""
+"""Keys that several tools have and that depend on one another, and data sets as keys of windlass's `data`."""
 
 import shlex
-from typing import Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-from windlass.runfile.importers.imported import ImportedRun
+from windlass.runfile.importers.imported import ImportedRun, as_list
+from windlass.runfile.names import TOOLS
 
 # Ranks that a row is split over: Axolotl's key, its older one, ms-swift's.
 SPLIT_ROWS: Final = ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size")
 # Inputs of recomputed layers in host memory: TRL's key and Axolotl's, ms-swift's; Axolotl's checkpointing, by value.
 OFFLOADED_INPUTS: Final = ("activation_offloading", "activation_offload")
+MEDIA: Final = ("images", "videos", "audios")
 OFFLOADING: Final = ("offload", "offload_disk", "unsloth")
 IN_FOUR_BITS: Final = {"load_in_4bit": True, "quantization_bit": 4, "quant_bits": 4}
+# Their names of DPO's loss, and keys of `dpo` that make it.
+LOSSES: Final[dict[str, dict[str, Any]]] = {
+    "sigmoid": {},
+    "robust": {},
+    "sigmoid_norm": {"length_normalized": True},
+    "ipo": {"loss": "ipo"},
+}
 
 
 def translate_common(imported: ImportedRun) -> None:
@@ -96,8 +107,32 @@ def _translate_four_bits(imported: ImportedRun) -> None:
     imported.set("layout.base_dtype", "nf4", requests[0])
 
 
+def set_objective(
+    imported: ImportedRun, key: str, objective: str, *, loss: str = "", betas: Sequence[str], smoothing: str = ""
+) -> None:
+    """Set the objective that `key` chooses. The others are their keys: of the loss, of beta, and of the share of labels
+    that are wrong, which only one loss counts as windlass does."""
+    imported.set("train.objective", objective, key)
+    given = [name for name in betas if imported.theirs.get(name) is not None]
+    for name in given or [f"{TOOLS[imported.tool]}'s default"]:
+        imported.set(f"{objective}.beta", float(imported.take(name, 0.1, int | float)), name)
+    if objective == "orpo":
+        return
+    names = as_list(imported.take(loss, "sigmoid"))
+    named = str(names[0]) if len(names) == 1 else ""
+    if named not in LOSSES:
+        problem = f"is {', '.join(map(str, names))}: windlass has {', '.join(LOSSES)}"
+        imported.refuse(loss, problem, f"train this with {TOOLS[imported.tool]}: here it would be another run")
+    for name, value in LOSSES.get(named, {}).items():
+        imported.set(f"dpo.{name}", value, loss)
+    if share := imported.take(smoothing):
+        imported.set("dpo.label_smoothing", share, smoothing)
+        if named != "robust":
+            problem = f"goes with a loss {named} there: windlass has it as the loss `robust` of TRL does, which differs"
+            imported.refuse(smoothing, problem, "remove it, or train this with the other tool")
+
+
 def resolve_conflicts(imported: ImportedRun) -> None:
-    """Resolve settings that rule each other out."""
     settings = imported.settings
     if "train.objective" in settings:
         for key in ("data.packing", "data.turns", "data.completion_only_loss", "data.text_field"):
@@ -127,3 +162,51 @@ def resolve_conflicts(imported: ImportedRun) -> None:
     if settings.get("train.eval_strategy") == "no":
         settings.pop("train.load_best_model_at_end", None)
         settings.pop("train.eval_on_start", None)
+
+
+def translate_columns(imported: ImportedRun, place: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages' names of fields, if they aren't usual ones."""
+    usual = {"role": ("role", "from"), "content": ("content", "value"), "training": ("train", "weight")}
+    renamed = {name: column for name, column in columns.items() if column not in usual.get(name, (name,))}
+    for name in renamed.keys() - {*usual, *MEDIA, "tools", "system", "chosen", "rejected"}:
+        imported.refuse(place, f"windlass reads {name!r} of a message by that name", "rename it in the rows")
+    for name in columns.keys() & {*MEDIA}:
+        imported.refuse(place, f"these rows have {name}, and windlass trains on text alone", "name other rows")
+    if not renamed:
+        return {}
+    return {"columns": {"train" if name == "training" else name: str(column) for name, column in renamed.items()}}
+
+
+def set_eval_sets(imported: ImportedRun, key: str, sets: list[dict[str, Any]]) -> None:
+    """Set data sets that are only evaluated on, named by the last part of their path, repeated ones with a number."""
+    by_name = dict[str, Any]()
+    for data in sets:
+        stem = Path(str(data["dataset_name_or_path"])).stem
+        names = (stem, *(f"{stem}-{number}" for number in range(2, len(sets) + 1)))
+        by_name[next(name for name in names if name not in by_name)] = _to_mixed_set(data)
+    if by_name:
+        imported.set("data.eval", by_name, key)
+
+
+def set_data_sets(imported: ImportedRun, key: str, sets: list[dict[str, Any]]) -> None:
+    """Set the data that is trained on. Each set has keys of `data`."""
+    if not sets:
+        imported.refuse(key, "names no data set", "set data.dataset_name_or_path in the run file")
+    imported.set("data.dataset_config_name", None, key)
+    if len(sets) == 1:
+        for name, value in sets[0].items():
+            if value is not None:
+                imported.settings.pop(f"data.{name}", None)  # a set's own comes before the one of all sets
+                imported.set(f"data.{name}", value, key)
+    if len(sets) > 1:
+        paths = [str(data["dataset_name_or_path"]) for data in sets]
+        for i, path in enumerate(paths):
+            before = paths[:i].count(path)
+            if before:  # the same file again: each needs a name
+                sets[i]["name"] = f"{Path(path).stem}-{before + 1}"
+        imported.set("data.mix", [_to_mixed_set(data) for data in sets], key)
+
+
+def _to_mixed_set(data: Mapping[str, Any]) -> dict[str, Any]:
+    short = {"dataset_name_or_path": "path", "train_split": "split"}
+    return {short.get(name, name): value for name, value in data.items() if value is not None}

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.errors import UserError
-from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets, translate_columns
 from windlass.runfile.importers.imported import ImportedRun, split_names
-from windlass.runfile.importers.preference import set_objective
+from windlass.runfile.importers.keys import set_data_sets, set_eval_sets, set_objective, translate_columns
 
 DATA_KEYS: Final = (
     "hf_hub_url ms_hub_url om_hub_url script_url file_name formatting subset split num_samples columns tags"

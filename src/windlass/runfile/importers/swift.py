@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from windlass.runfile.importers.data_sets import set_data_sets, set_eval_sets
 from windlass.runfile.importers.imported import ImportedRun, as_list
-from windlass.runfile.importers.preference import set_objective
+from windlass.runfile.importers.keys import set_data_sets, set_eval_sets, set_objective
 
 
 def translate(imported: ImportedRun) -> None:
@@ -24,8 +23,7 @@ def translate(imported: ImportedRun) -> None:
     scale = imported.take("loss_scale", "default")
     known = ["default", "last_round"] + ([] if pairs else ["all"])
     if scale not in known:
-        hint = f"write {' or '.join(known)}"
-        imported.refuse("loss_scale", f"is {scale}: windlass has no such weights", hint)
+        imported.refuse("loss_scale", f"is {scale}: windlass has no such weights", f"write {' or '.join(known)}")
     if not pairs:  # pairs have loss on both answers, and on nothing else
         if scale == "last_round":
             imported.set("data.turns", "last", "loss_scale")

@@ -1,8 +1,7 @@
 """TRL's keys that depend on one another, and its data sets."""
 
-from windlass.runfile.importers.data_sets import set_data_sets
 from windlass.runfile.importers.imported import ImportedRun, as_list
-from windlass.runfile.importers.preference import LOSSES, set_objective
+from windlass.runfile.importers.keys import LOSSES, set_data_sets, set_objective
 from windlass.runfile.importers.read import OBJECTIVE
 
 
