@@ -11,8 +11,6 @@ import pytest
 import yaml
 from launch_jobs import EXAMPLES, calls, environ, example, plan_of, program, render, wait_for
 
-from windlass.launch.submit import render
-
 CPU = ("cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.host_memory_gib=4000")
 TWO = (*CPU[:1], "cluster.nodes=2", *CPU[2:], "cluster.network=ethernet-25")
 NASTY = "a b'c\"d`e$(touch pwned)$HOME\\f;g&h|i\tä€\U0001f409 #*?"

@@ -19,7 +19,6 @@ from windlass.serve.share import fit_slope
 
 from windlass.data.prepare import prepare_data
 from windlass.export import export
-from windlass.export.proof import load_float32
 from windlass.files import read_json, read_json_lines
 from windlass.model import read_base
 from windlass.plan import make_plan
@@ -31,7 +30,7 @@ from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head
 from windlass.train.kernels.products import as_served
 from windlass.train.load import describe_precision, load_base
-from windlass.train.logits import compute_both_logits, compute_logits, open_adapter, sample_rows
+from windlass.train.logits import compute_both_logits, compute_logits, load_float32, open_adapter, sample_rows
 from windlass.train.lora import attach_adapter
 from windlass.train.patches import Patches
 from windlass.train.precision import in_float32
