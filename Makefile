@@ -58,7 +58,7 @@ PROVE_order := test_layout_order
 PROVE_inputs := test_fuzz test_runfile_errors test_faults test_data_examples
 PROVE_rehearsals := test_rehearse test_retinanet
 PROVE_pages := test_tutorials test_report_page test_support
-PROVE_real := test_real_model test_real_memory
+PROVE_real := test_real_model test_real_bfloat16 test_real_memory
 PROOFS := training rows sweeps pairs families hosts order inputs rehearsals pages real
 SHOWN := real
 ALONE := hosts order
@@ -89,7 +89,7 @@ $(VERSIONS)/%/.installed: pyproject.toml Makefile
 CUDA := $(VENV)/cuda
 prove-cuda: $(CUDA)/libcuda.so.1  ## a step on torch's CUDA build (5 GB) and a GPU that is a stub: needs a C compiler
 	LD_LIBRARY_PATH=$(CURDIR)/$(CUDA) LD_PRELOAD=$(CURDIR)/$< PYTHONPATH=$(CUDA) \
-	  $(BIN)/pytest -m "" -p no:cacheprovider tests/test_on_cuda.py
+	  $(BIN)/pytest -m "" -p no:cacheprovider tests/test_on_cuda.py tests/test_as_on_a_gpu.py
 
 $(CUDA)/libcuda.so.1: tests/cuda_stub.c $(STAMP)
 	v=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])') && \

@@ -1,8 +1,8 @@
 """A real pretrained model for proofs, rows that Python carries, and runs of several cases in one start of the ranks.
 
 The model is SmolLM2-135M-Instruct, which examples/smollm2/prepare.py fetches and converts, once, into .venv/real. Its
-mixture is the same weights, upcycled: each MLP four times, with noise of 1 %, behind small random routers, in Mixtral's
-layout.
+mixture is the same weights, upcycled: each MLP four times, with noise of 1 %, behind small random routers, in the
+layouts of Mixtral and of Qwen2's mixtures; Qwen3's norms of each head's queries and keys would change what it answers.
 """
 
 import contextlib
@@ -177,8 +177,8 @@ def compare_adapters(one: Path, other: Path) -> float:
 
 
 @torch.no_grad()
-def make_mixture(model: Path, target: Path) -> Path:
-    """Upcycle the dense model into a mixture, as transformers saves it, in bfloat16."""
+def make_mixture(model: Path, target: Path, family: str = "mixtral") -> Path:
+    """Upcycle the dense model into a mixture, as transformers saves it, in bfloat16. A shared expert adds little."""
     dense = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     table = dense.config.to_dict()
     keys = (
@@ -187,8 +187,17 @@ def make_mixture(model: Path, target: Path) -> Path:
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
     given = {key: table[key] for key in keys} | {"num_experts_per_tok": CHOSEN, "tie_word_embeddings": True}
-    given |= {"num_local_experts": EXPERTS, "sliding_window": None}
-    mixture = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("mixtral", **given))
+    given |= {
+        "mixtral": {"num_local_experts": EXPERTS, "sliding_window": None},
+        "qwen2_moe": {
+            "num_experts": EXPERTS,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 64,
+            "moe_intermediate_size": table["intermediate_size"],
+        },
+    }[family]
+    mixture = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **given))
     generator = torch.Generator().manual_seed(0)
     state = dense.state_dict()
     for name, tensor in mixture.state_dict().items():
@@ -201,7 +210,7 @@ def make_mixture(model: Path, target: Path) -> Path:
             noise = torch.randn(EXPERTS, *copied.shape, generator=generator)
             tensor.copy_(copied + noise * copied.std() * NOISE)
         else:
-            assert name.endswith(".gate.weight"), name
+            assert name.endswith(".gate.weight") or ".shared_expert" in name, name
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
     mixture.to(torch.bfloat16).save_pretrained(target)
     _copy_the_rest(model, target)

@@ -1,7 +1,10 @@
 """Models against transformers' own: names and shapes of every family, stored tensors of every published layout."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +281,72 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     (folder / "config.json").write_text(text)
     alone = Layout("resident", "test", 1, 1, shard=1, precision="no")
     assert load_base(read_base(folder), alone)[0].config.time_step_limit == (0.0, float("inf"))
+
+
+MEASURE = """
+import re, sys, time
+from pathlib import Path
+from windlass.model import read_base
+took = []
+for _ in range(5):
+    started = time.perf_counter()
+    base = read_base(Path(sys.argv[1]))
+    took.append(time.perf_counter() - started)
+# Not ru_maxrss, which a process inherits from the one that started it.
+mib = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+print(min(took), mib, base.total, int("torch" in sys.modules or "pydantic" in sys.modules))
+"""
+
+
+def write_sparse_base(folder: Path) -> int:
+    """Write Mistral Small 4 as published (wrapper, FP8, 48 files) in sparse files; return their nominal bytes."""
+    model = find_published_base("Mistral-Small-4-119B-2603")
+    assert model is not None
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"vision_tower.patch_conv.weight": ("BF16", (1024, 3, 14, 14))}
+    for parameter in model.parameters:
+        key = f"language_model.{parameter.name}"
+        quantized = parameter.part in ("attention", "shared_experts", "experts") and len(parameter.shape) > 1
+        tensors[key] = ("F8_E4M3" if quantized else "BF16", parameter.shape)
+        if quantized and parameter.part == "experts":
+            tensors[f"{key}_scale_inv"] = ("BF16", (parameter.shape[0], 1, 1))
+            tensors[f"{key}_activation_scale"] = ("BF16", (parameter.shape[0],))
+        elif quantized:
+            tensors[f"{key}_scale_inv"] = ("BF16", ())
+            tensors[f"{key.removesuffix('weight')}activation_scale"] = ("BF16", ())
+    config: dict[str, Any] = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    config |= {"text_config": model.config, "vision_config": {"model_type": "pixtral"}, "tie_word_embeddings": False}
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    index = {}
+    total = 0
+    for shard in range(48):
+        name = f"model-{shard + 1:05}-of-00048.safetensors"
+        header = {}
+        end = 0
+        for key in list(tensors)[shard::48]:
+            dtype, shape = tensors[key]
+            start = end
+            end += prod(shape) * (1 if dtype == "F8_E4M3" else 2)
+            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+            index[key] = name
+        text = json.dumps(header).encode()
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+        total += end
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return total
+
+
+def test_119b_headers_are_read_quickly_in_little_memory(tmp_path: Path) -> None:
+    assert write_sparse_base(tmp_path) > 119e9
+    taken = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+    if taken > 2**26:
+        pytest.skip("this file system has no sparse files")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    seconds, mib, parameters, heavy = map(float, done.stdout.split())
+    assert parameters == 118_972_826_624
+    assert seconds < 0.3
+    assert mib < 60
+    assert not heavy
