@@ -306,7 +306,8 @@ def test_headers_alone_are_enough_for_the_plan(
     assert plan == expected
     assert "no weights in" in out
     run_windlass(hub, tmp_path, "train", "run.yaml", code=2)
-    run_windlass(hub, tmp_path, "fetch", "run.yaml", "--override", f"data.dataset_name_or_path={tmp_path}/run.yaml")
+    (tmp_path / "rows.txt").write_text("a\n")
+    run_windlass(hub, tmp_path, "fetch", "run.yaml", "--override", f"data.dataset_name_or_path={tmp_path}/rows.txt")
     plan, out = planned()
     assert plan == expected
     assert "no weights in" not in out
