@@ -1,5 +1,6 @@
 """The recorder alone, in real ranks, and as a callback in a real TRL training, against independent counts."""
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ from windlass.hardware import read_gpus
 from windlass.meter import LLMStepProfiler, nvml_gpu_stats, print_hw_summary
 from windlass.model.family import FAMILIES
 from windlass.observe import steps
-from windlass.observe.counters import Counters
+from windlass.observe.counters import Counters, read_rss_gib
 from windlass.observe.flops import count_flops
 from windlass.observe.recorder import ExpertBalance, Recorder, count_tokens_in, mean_loss
 
@@ -406,3 +408,26 @@ def test_the_imports_of_the_published_script() -> None:
     make: Callable[..., Any] = LLMStepProfiler
     make()
     make(debug_freq=None, seq_len=None, output_dir=None, report_meta=None, script_name=None)
+
+
+@pytest.mark.takes("2,000 steps, most of them with traced memory")
+def test_recording_is_cheap_and_needs_no_more_memory_with_more_steps(tmp_path: Path) -> None:
+    """Python's own memory and the process's, after a third of the steps; the cost of the median step."""
+    recorder = Recorder(tmp_path)
+    recorder.start()
+    for step in range(1, 501):
+        record_step(recorder, step, loss=1.0)
+    costs = sorted(line["meter_seconds"] for line in records(tmp_path)[-200:])
+    assert costs[100] < 0.005, "seconds; 0.0001 on a quiet machine"
+    tracemalloc.start()  # it makes everything slow
+    used: list[tuple[int, float]] = []
+    for step in range(501, 2001):
+        record_step(recorder, step, loss=1.0)
+        if step in (1000, 2000):
+            gc.collect()
+            used.append((tracemalloc.get_traced_memory()[0], read_rss_gib()))
+    tracemalloc.stop()
+    recorder.close()
+    assert used[1][0] - used[0][0] < 50_000
+    assert used[1][1] - used[0][1] < 0.02
+    assert [line["step"] for line in records(tmp_path)] == list(range(1, 2001))
