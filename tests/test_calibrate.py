@@ -101,7 +101,7 @@ def test_one_factor_slows_every_step_down(run: Path, tmp_path: Path) -> None:
 MEASURE = """
 import json, pathlib, sys
 from windlass.calibrate import Sizes, measure_on_rank
-sizes = Sizes((1, 512), (32, 256), (32, 128), (16, 64), 256, 128, 1 << 16, 1 << 16, 1 << 20)
+sizes = Sizes((1, 8, 64, 512), (32, 64, 128, 256), (32, 128), (16, 64), 256, 128, 1 << 16, 1 << 16, 1 << 20)
 found = measure_on_rank(pathlib.Path(sys.argv[1]).parent, sizes)
 if found:
     pathlib.Path(sys.argv[1]).write_text(json.dumps(found))
