@@ -594,7 +594,7 @@ def test_trials_on_pairs_are_what_they_would_be_alone(material: Path, tmp_path: 
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     trials: dict[str, dict[str, Any]] = {
         "first": {"lora.lora_dropout": 0.0, "dpo.beta": 0.3},
-        "second": {"lora.r": 8, "train.learning_rate": 1e-3, "lora.target_modules": "all-linear"},
+        "second": {"lora.r": 8, "dpo.beta": 0.1, "lora.target_modules": "all-linear"},
     }
     for name, count in (("together", 2), ("alone", 1)):
         path = write(folder, name, trials, RESIDENT, count)

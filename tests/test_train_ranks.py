@@ -483,6 +483,13 @@ def test_ranks_killed_before_saving_are_reported(tmp_path: Path, signals: int, g
     assert not list(tmp_path.glob("saved-*"))
 
 
+def test_rank_without_progress_stops_at_once(tmp_path: Path) -> None:
+    process = launched(tmp_path, SAVES.replace("stop_signal.training = True", "").replace("0.02", "60"))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=200)
+    assert process.returncode == SAVED
+
+
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
     """In cold interpreters: the parent's death is the signal."""
     body = f"""
