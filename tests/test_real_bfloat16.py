@@ -14,7 +14,6 @@ from peft import PeftModel
 from test_train import case
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from windlass.serve.share import fit_slope
 
 from windlass.data.prepare import prepare_data
 from windlass.export import export
@@ -23,6 +22,7 @@ from windlass.model import read_base
 from windlass.plan import make_plan
 from windlass.plan.finished import load_finished_run
 from windlass.runfile import read_run_file
+from windlass.serve.probe import fit_slope
 from windlass.train.batches import make_validation_batches
 from windlass.train.checkpoint.snapshot import load_adapter
 from windlass.train.head import Head

@@ -211,6 +211,7 @@ def placements(model: nn.Module) -> dict[str, int]:
 def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
     """Run once through `windlass train`'s entry point, with the case's planted fault."""
     seen: dict[str, Any] = {}
+    fusing = Patches()
     watched = Seen(case.get("count", 0))
 
     def loop_of(*arguments: Any, **others: Any) -> Loop:
@@ -218,7 +219,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         loop = seen["loop"] = original(*arguments, **others)
         if case.get("fused"):  # as on a GPU
             dtype = torch.bfloat16 if loop.train.bf16 else None
-            loop.model.patches.adapters = Patches().fuse_layers(loop.model.causal_lm, dtype, always=True)
+            loop.model.patches.adapters = fusing.fuse_layers(loop.model.causal_lm, dtype, always=True)
             assert loop.model.adapters.groups
         watched.plant(loop)
         for name in case.get("faults", []):
@@ -258,6 +259,7 @@ def ours(case: dict[str, Any], file: Path, here: Rank) -> dict[str, Any]:
         seen["kind"] = type(error).__name__
         seen["where"] = error.problems[0].where
     finally:
+        fusing.close()
         os.chdir(folder)
         run.make_loop, vars(connect)["read_versions"], vars(run)["write_probe"] = original, libraries, write_probe
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -79,6 +79,7 @@ def rank_checkpoints(
     if by not in run.objective.measures:
         problem = f"adapters of this run aren't ranked by {by}"
         raise UserError(problem, "--by", f"known: {', '.join(run.objective.measures)}", "no-such-measure")
+    every = list_saved(plan, run_folder)
     trials = len(plan.trials) > 1
     console = make_console(here)
     try:
@@ -89,7 +90,6 @@ def rank_checkpoints(
     spare = Path(collectives.run_on_rank_0(tempfile.mkdtemp))  # what only reads leaves a run's tokens as they are
     with contextlib.ExitStack() as held:
         held.callback(shutil.rmtree, spare, ignore_errors=True)
-        every = list_saved(plan, run_folder)
         damages = collectives.run_on_rank_0(lambda: [find_damage(saved.folder) for saved in every])
         faults = dict(zip(every, damages, strict=True))
         intact = [saved for saved, fault in faults.items() if not fault]

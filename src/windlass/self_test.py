@@ -350,7 +350,7 @@ def make_codes(kind: str, device: torch.device) -> tuple[quantized.StoredFormat,
     cpu = torch.device("cpu")
     count = 5
     rows = 48
-    columns = 320
+    columns = 384
     values = compare.make_numbers(cpu, count, rows, columns).bfloat16().float()
     if not kind:
         coding = quantized.StoredFormat(torch.float8_e4m3fn, (16, 128), torch.bfloat16)

@@ -5,7 +5,6 @@ An adapter alone is opened with plain PEFT on its base's class without memory: e
 
 import gc
 import math
-import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -134,7 +133,8 @@ def _prove_rotated(proof: Proof, entry: MergedEntry) -> None:
 
 
 def _are_bytes_equal(entry: MergedEntry, files: Files) -> bool:
-    return all(map(operator.eq, *(iter_stored_bytes(stored, files) for stored in (entry.source, entry.out))))
+    blocks = zip(iter_stored_bytes(entry.source, files), iter_stored_bytes(entry.out, files), strict=True)
+    return all(before.obj == after.obj for before, after in blocks)  # views are compared byte by byte
 
 
 class Expected:

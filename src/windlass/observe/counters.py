@@ -117,8 +117,11 @@ def nvml_gpu_stats() -> list[dict[str, Any]]:
 
 
 def read_rss_gib() -> float:
-    """Return the resident memory of this process."""
-    return float(psutil.Process().memory_info().rss) / GIB
+    """Return the resident memory of this process, or its peak where /proc can't be read."""
+    try:
+        return float(psutil.Process().memory_info().rss) / GIB
+    except psutil.Error:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / GIB  # bytes on macOS
 
 
 def list_infiniband_ports(root: Path = INFINIBAND) -> list[Path]:

@@ -32,7 +32,7 @@ def pad_to_pieces(tokens: int, split: int) -> int:
 
 
 def check_split_rows(request: Layout, loaded: Loaded, base: Base) -> Iterator[Problem]:
-    """Return a problem for each setting that rows split over ranks don't work with."""
+    """Yield a problem for each setting that rows split over ranks don't work with."""
     split = request.context_parallel
     if split < 2:
         return

@@ -22,7 +22,7 @@ def check_rows(sample: DataSample) -> list[Problem]:
 
 
 def check_expert_settings(train: Train, base: Base, where: Where) -> Iterator[Problem]:
-    """Return a problem for each setting of routed experts that the model lacks or that is not supported."""
+    """Yield a problem for each setting of routed experts that the model lacks or that is not supported."""
     place = where("train.gradient_checkpointing")
     if train.keeps_products and "experts" not in base.dims:
         text = f"{base.name} has no routed experts, whose products could be kept"

@@ -158,10 +158,6 @@ class RowGroup:
         assert own is not None
         return cls(ranks, own)
 
-    def close(self) -> None:
-        """Give its connections and threads back: a sweep creates a group for each trial."""
-        dist.destroy_process_group(self.group)
-
     @property
     def cut(self) -> Cut:
         return Cut(self.ranks, dist.get_rank() % self.ranks)

@@ -367,7 +367,6 @@ def make_loop(
     if group:
         cut = group.cut
         group.draw_apart(train.seed)
-        session.base.undo.callback(group.close)
     require_shared_memory(plan)
     batches = make_batches(plan, data, tokenizer.pad_token_id, mark_tokens=weighs_router, cut=cut)
     length = RunLength.of(train, batches, plan.batch.accumulation)

@@ -52,7 +52,7 @@ def make_report(run_dirs: Sequence[Path], out: Path | None = None) -> Report:
     """Write the report of one run or sweep to its folder, of several to `out` or the current directory."""
     begun = [path for folder in run_dirs for path in list_begun(folder)]
     runs = collect_runs(begun)
-    if len(run_dirs) > 1 or not list_trials(run_dirs[0]):
+    if len(run_dirs) != 1 or not list_trials(run_dirs[0]):
         return write_report(runs, run_dirs, out)
     folder = run_dirs[0]  # of a sweep: its trials are compared, the lowest evaluation loss first
     by_path = dict(zip(begun, runs, strict=True))
