@@ -191,7 +191,7 @@ class ServedModel:
         return None
 
     def tokenize_chat(self, chat: dict[str, Any]) -> dict[str, list[int]]:
-        """Return the tokens of a chat through the server's chat template: `WHOLE`, else what it writes of it, or nothing.
+        """Return the tokens of a chat through the server's chat template: `WHOLE`, else what it writes, or nothing.
 
         An answer at the end is refused by Mistral's tokenizer in vLLM, as are calls without an id; llama.cpp leaves it
         open, to be continued, and writes its thoughts without the template. What is before it is as in any chat.
