@@ -211,17 +211,17 @@ def test_merge_keeps_untouched_bytes(name: str, cases: dict[str, Case]) -> None:
             assert abs(kept - 1) < 0.1, f"{key}: {kept}"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", "uint4"])
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4", "nvfp4", "int4", "uint4"])
 @pytest.mark.takes("exports, merges and opens again")
 def test_4_bit_base_is_merged_into_16_bits_and_into_its_own(kind: str, tmp_path: Path) -> None:
     """Compares with PEFT's merge into their publishers' decoding. In 16 bits unadapted weights are equal bit by bit; in
     4 bits scales are the base's bytes, and codes say base + adapter in the mean, as their publisher decodes them."""
     base, adapter, wide, out, own = (tmp_path / name for name in ("base", "adapter", "wide", "out", "own"))
     if kind != "mxfp4":
-        tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=1)
+        tiny.write_model(base, "mixtral", quantization=kind, moe_intermediate=64, intermediate=64, layers=2)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 96}
-        tiny.write_family(base, "gpt_oss", config=sizes, layers=1, quantized={"quant_method": kind})
+        tiny.write_family(base, "gpt_oss", config=sizes, layers=2, quantized={"quant_method": kind})
     model = peft_model(base, {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]})
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
