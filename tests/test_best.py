@@ -72,6 +72,16 @@ def test_each_row_has_its_own_loss_where_rows_are_laid_end_to_end() -> None:
         assert figures.tolist() == [[0 + 1, 2], [2 + 3 + 4 + 5, 4], [6, 1]]
 
 
+def test_the_interval_covers_the_true_difference() -> None:
+    chance, covered = np.random.default_rng(1), 0
+    for _ in range(400):
+        tokens = chance.integers(1, 50, 100)
+        one, other = (chance.normal(2.0, 1.0, 100) * tokens for _ in range(2))  # equally good
+        _, worse = rank_candidates({"a": np.stack([one, tokens], 1), "b": np.stack([other, tokens], 1)}, {}).candidates
+        covered += worse.low <= 0
+    assert 370 <= covered <= 395  # the better of two is known, so on one side
+
+
 def test_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it is not a run folder"):
         load_finished_run(tmp_path, eval_data=None, ranks=None)

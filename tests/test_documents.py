@@ -15,7 +15,7 @@ from test_long_rows import CONFIGS, FAMILIES
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from windlass import tiny
+from windlass import hardware, tiny
 from windlass.compat import enable_checkpointing
 from windlass.data.collate import PaddedPackingCollator
 from windlass.model.family import FAMILIES as KNOWN
@@ -176,3 +176,8 @@ def test_planned_where_it_is_used(tmp_path: Path) -> None:
         if plan.run.data.packs:
             assert plan.search.work.masked is not by_document
             assert (plan.search.work.attention_length < 64) is by_document  # a document's, not the row's
+
+
+def test_a_device_without_the_kernel_is_found_out() -> None:
+    assert not documents.check_documents(torch.device("cpu"))
+    assert hardware.find_gpu("t4").has_bf16 is False  # such GPUs are planned with a mask

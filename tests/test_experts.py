@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from windlass.errors import UserError
 from windlass.model.targets import Adapter, Target
 from windlass.runfile import Lora
 from windlass.train import lora
+from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.experts import experts
 from windlass.train.kernels import kept, on_cpu, products
 from windlass.train.patches import Patches
@@ -362,4 +364,18 @@ def test_dropout_applies_only_to_the_adapter(name: str) -> None:
         assert apart(one, other) < 1e-5
 
 
-# --- files and parts ---
+def test_dropout_drops_in_training_and_checkpointing_draws_it_again(tmp_path: Path) -> None:
+    model, other = (ours_of(base(), *BOTH, lora_dropout=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    logits, gradients = step(model)
+    with torch.no_grad(), model.eval().disable_adapter():
+        assert apart(model(**batch()).logits, base()(**batch()).logits) < 1e-6
+    assert apart(logits, model(**batch()).logits) > 1e-3
+    torch.manual_seed(3)
+    again, recomputed = step(other, checkpointing=True)
+    assert torch.equal(logits, again)
+    assert all(apart(recomputed[name], gradients[name]) < 1e-5 for name in gradients)
+    # What is saved opens in PEFT, which refuses dropout beside experts.
+    save_adapter(model, tmp_path)
+    opened = PeftModel.from_pretrained(base(), str(tmp_path)).eval()
+    assert apart(model.eval()(**batch()).logits, opened(**batch()).logits) < 1e-5

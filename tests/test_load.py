@@ -475,6 +475,23 @@ def parts(targets: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield from ((name, one) for one in (tensor.data if tensor.ndim == 3 else [tensor.data]))
 
 
+def test_each_scale_is_compared(root: Path) -> None:
+    """All scales: a wrong block may be in rows that no sample hits."""
+    base = read_base(root / "blocks")
+    model, _ = load_base(base, FP8)
+    targets, in_fp8 = list_unique_tensors(model), list_quantized_params(model)
+    assert certificate.check_parameters(targets, base, 0, in_fp8)[0] == []
+    for name in [name for name in in_fp8 if "layers.1." not in name]:
+        scale = in_fp8[name].scale
+        for place in {(0,) * scale.ndim, tuple(size - 1 for size in scale.shape)}:
+            kept = scale[place].clone()
+            scale[place] = kept * (1 + 2**-20)
+            own = replace(base, parameters=tuple(p for p in base.parameters if p.name == name))
+            (wrong,) = certificate.check_parameters(targets, own, 0, in_fp8)[0]
+            assert name in wrong
+            scale[place] = kept
+
+
 def test_only_weights_stored_in_fp8_stay_in_fp8(root: Path, tmp_path: Path) -> None:
     """One expert of a stack is stored in 16 bits: loaded in 16 bits it is right, FP8 can't express it."""
     with pytest.raises(UserError, match=r"layout\.base_dtype: llama is not stored in FP8.*\n.*\n.*base_dtype: bf16"):

@@ -6,6 +6,7 @@ Ranks start slowly, so all runs of one number of ranks share one start: tests/lo
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from test_train import WORDS, launched, write_run
 from text_run import write_rows
 
 from windlass import tiny
+from windlass.data.collate import PaddedCollator, PaddedPackingCollator
 from windlass.errors import SAVED
 from windlass.files import read_json_lines
 from windlass.plan import split_rows
 from windlass.run_folder import ADAPTER, SAMPLES
 from windlass.train import long_rows
+from windlass.train.collate import Batch, Collate
 from windlass.train.noise import add_noise
 
 
@@ -158,6 +161,38 @@ def test_spans_are_what_a_full_mask_shows(lengths: list[int], ranks: int, window
             assert torch.equal(*shown.chunk(2))  # of two heads that share keys
             found[span.stop - span.queries : span.stop, span.first_key : span.stop] |= shown.chunk(2)[0]
     assert torch.equal(found, expected)
+
+
+def list_targets(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield the token at each supervised position, its target and its data set."""
+    assert batch.sources is not None
+    tokens = batch.inputs["input_ids"].flatten()[batch.inputs["supervised"]]
+    yield from zip(tokens.tolist(), batch.targets.tolist(), batch.sources.tolist(), strict=True)
+
+
+@given(LENGTHS, st.integers(2, 4), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_each_token_and_target_is_on_one_rank(lengths: list[int], ranks: int, packed: bool) -> None:
+    ids = itertools.count(1)
+    rows: list[dict[str, Any]] = []
+    for number, length in enumerate(lengths):
+        row = np.fromiter(ids, np.int64, length)
+        rows.append({"input_ids": row, "labels": row, "row": number, "seq_lengths": [length], "source": [number % 2]})
+    if packed:
+        whole = np.concatenate([row["input_ids"] for row in rows])
+        rows = [{**rows[0], "input_ids": whole, "labels": whole, "seq_lengths": lengths}]
+    collator = (PaddedPackingCollator if packed else PaddedCollator)(0)
+    uncut = Collate(collator, mark_tokens=True)(rows)
+    parts = [Collate(collator, mark_tokens=True, cut=long_rows.Cut(ranks, rank))(rows) for rank in range(ranks)]
+    assert sorted(target for part in parts for target in list_targets(part)) == sorted(list_targets(uncut))
+    assert sum(part.tokens for part in parts) == uncut.tokens == sum(lengths)
+    assert sum(part.supervised for part in parts) == uncut.supervised
+    assert sum(part.collated["counts"] for part in parts)[::2].tolist() == uncut.collated["counts"][::2].tolist()
+    assert len({part.inputs["input_ids"].shape for part in parts}) == 1
+    for part in parts:
+        assert part.mask is not None
+        marked = part.inputs["input_ids"][part.mask.bool()]
+        assert bool((marked > 0).all())
 
 
 # --- whole runs ---

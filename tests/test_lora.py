@@ -15,14 +15,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_experts import BOTH, E, R, apart, base, batch, live, plan_of, section, stacks, step
 from torch import Tensor, nn
+from transformers.models.minimax_m2 import modeling_minimax_m2
 from transformers.models.mistral4.modeling_mistral4 import get_llama_4_attn_scale
+from transformers.models.olmo2 import modeling_olmo2
 
 from windlass.errors import RunError, UserError
 from windlass.model.files import read_header
 from windlass.model.wrapped import outer_name, rename_config, rename_keys
 from windlass.ranks.rank import Rank
 from windlass.run_folder import ADAPTER
-from windlass.train import lora
+from windlass.train import lora, sync
 from windlass.train.base_alone import BaseAlone
 from windlass.train.checkpoint.snapshot import save_adapter
 from windlass.train.console import make_console
@@ -366,6 +368,12 @@ def test_tokens_of_a_step_are_counted_exactly(tokens: int) -> None:
     assert (found.non_finite, found.figures) == ([0, 512, 0], [256])
 
 
+def test_norm_of_no_gradients_is_on_the_right_device() -> None:
+    """Adapters on split experts only: a norm on the CPU can't be stacked with a GPU's."""
+    assert sync._norm([], torch.device("meta")).device.type == "meta"
+    assert float(sync._norm([nn.Parameter(torch.ones(3))], torch.device("cpu"))) == 0  # without a gradient
+
+
 # --- fewer kernels ---
 
 SHARED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -500,3 +508,24 @@ def test_fused_layers_are_disabled_on_a_device_with_other_gradients(
     printed = " ".join(capsys.readouterr().err.split())
     assert printed.startswith("warning: layers are not fused, which takes longer: ")
     assert "library" not in printed
+
+
+def test_unsupported_norms_and_rotations_are_not_fused() -> None:
+    class OnePlus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.rms_norm(x, (8,), 1 + self.weight, self.eps)
+
+    here = torch.device("cpu")
+    assert family_layers.fuse_norm(OnePlus(), here) is None
+    assert not family_layers.check_rotation(
+        lambda q, k, cos, sin: (q * cos, k * sin), family_layers.rotate_halves, here
+    )
+    assert not family_layers.check_rotation(None, family_layers.rotate_halves, here)
+    rotate = modeling_olmo2.apply_rotary_pos_emb  # back into the queries' dtype, beside positions in float32
+    assert not family_layers.check_rotation(rotate, family_layers.rotate_halves, here)
+    rotate = modeling_minimax_m2.apply_rotary_pos_emb
+    assert family_layers.check_rotation(rotate, family_layers.rotate_halves, here)

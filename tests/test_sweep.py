@@ -285,6 +285,14 @@ def test_a_trial_that_diverges_ends_alone(swept: Path, material: Path, tmp_path:
     assert "an alarm ended 1 of 3 trials: second" in run(f"{train} --resume", folder, code=1), "not trained again"
     report = run("report sweep", folder)
     assert report.index("first") < report.index("second"), "what never was evaluated comes last"
+    # Trials that have ended are compared with the data as they are now.
+    data, before = folder / "data.txt", read_records(folder / "sweep")
+    data.write_text(data.read_text().replace("mast", "hull"))
+    write_sweep(folder, "sweep", {"fourth" if name == "third" else name: trials[name] for name in trials}, RESIDENT)
+    printed = " ".join(run(f"{train} --resume", folder, code=2).split())
+    assert "third is no longer in the run file" in printed
+    assert "trial first: the data are not those" in printed
+    assert read_records(folder / "sweep") == before
 
 
 def make_session(said: list[str]) -> Session:
@@ -396,6 +404,9 @@ def test_results_of_other_settings_leave_the_table_with_their_trials(
     finish(tmp_path)
     with refused("changed-setting", "data.max_length=40"):
         claim(["second", "third"], "data.max_length=40")
+    with refused("changed-setting", "train.max_steps=5") as problems:
+        claim(["first", "third"], "train.max_steps=5")
+    assert problems[0].problem == "trial first: was 4 when this run began, is 5 now"
     assert claim(["third", "fourth"], "data.max_length=40") == {"third": WAITING, "fourth": WAITING}
     assert said == ["first, second are no longer in the run file: left out of the sweep's table"]
     assert [trial.name for trial in list_trials(tmp_path)] == ["third", "fourth"]

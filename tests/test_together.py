@@ -512,6 +512,19 @@ def test_all_trials_of_a_group_see_a_stop_signal_in_the_same_micro_batch(monkeyp
     assert seen == [[False, False, True]] * 2
 
 
+def test_documents_of_rows_laid_end_to_end_are_numbered_on() -> None:
+    def row(*lengths: int) -> dict[str, Any]:
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+        edges = torch.tensor([0, *lengths]).cumsum(0)
+        return {"input_ids": numbers, "seq_idx": numbers, "cu_seq_lens_q": edges, "max_length_q": max(lengths)}
+
+    combined = slices.combine_documents([row(2, 3), row(1), row(4, 1)])
+    whole = row(2, 3, 1, 4, 1)
+    assert combined["seq_idx"].tolist() == whole["seq_idx"].tolist()
+    assert combined["cu_seq_lens_k"].tolist() == whole["cu_seq_lens_q"].tolist()
+    assert combined["max_length_q"] == 4
+
+
 # --- the plan ---
 
 
