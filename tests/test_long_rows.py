@@ -186,6 +186,7 @@ def test_each_token_and_target_is_on_one_rank(lengths: list[int], ranks: int, pa
     parts = [Collate(collator, mark_tokens=True, cut=long_rows.Cut(ranks, rank))(rows) for rank in range(ranks)]
     assert sorted(target for part in parts for target in list_targets(part)) == sorted(list_targets(uncut))
     assert sum(part.tokens for part in parts) == uncut.tokens == sum(lengths)
+    assert sum(part.collated["sequences"] for part in parts) == len(rows)  # counted once
     assert sum(part.supervised for part in parts) == uncut.supervised
     assert sum(part.collated["counts"] for part in parts)[::2].tolist() == uncut.collated["counts"][::2].tolist()
     assert len({part.inputs["input_ids"].shape for part in parts}) == 1

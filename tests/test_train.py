@@ -45,7 +45,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from windlass import tiny
 from windlass.data.collate import PaddedCollator
-from windlass.errors import RANK_USER_INPUT
+from windlass.errors import RANK_USER_INPUT, SAVED
 from windlass.files import read_json, read_json_lines
 from windlass.run_folder import ADAPTER, PROBE
 from windlass.train.checkpoint.folder import find_damage, list_checkpoints
@@ -55,7 +55,8 @@ from windlass.train.kernels.compiled import TOLERANCE as TOLERANCES
 from windlass.train.loss import balance_router, router_loss_weight
 from windlass.train.patches import Patches
 
-STEPS = 4  # that are compared with TRL
+STEPS = 6  # that are compared with TRL in every run of the tests
+PROVEN = 10  # by `make prove`
 TOLERANCE = 1e-5
 WORDS = "anchor bark cable deck eddy fathom galley hull inlet jib keel lee mast north oar pier quay reef sail tide"
 
@@ -90,7 +91,7 @@ train:
 
 def write_run(path: Path, **changed: Any) -> None:
     """Write `RUN` with other sections, and other values of section__key."""
-    run = yaml.safe_load(RUN.format(folder=path.parent, steps=STEPS))
+    run = yaml.safe_load(RUN.format(folder=path.parent, steps=4))
     for key, value in changed.items():
         section, _, name = key.partition("__")
         if name:
@@ -108,6 +109,13 @@ MIX = """  mix:
   - {{path: {folder}/ids.jsonl, epochs: 2}}
   eval: {{asked: {{path: {folder}/asked.jsonl}}}}
   val_fraction: 0.1
+"""
+STREAM = """  mix:
+  - {{path: {folder}/data, name: words, weight: 2}}
+  - {{path: {folder}/talks.jsonl, weight: 1}}
+  eval: {{asked: {{path: {folder}/asked.jsonl}}}}
+  val_split: null
+  streaming: true
 """
 
 
@@ -158,6 +166,7 @@ GO_ON: dict[str, Any] = {**EXPERTS, "lora__adapter": "{out}/experts split/final"
 COUNTED: dict[str, Any] = {"layout": "resident", "accumulation": 4, **COUNT}
 MIXED: dict[str, Any] = {**SAVING, "file": "{folder}/mix.yaml"}
 del MIXED["data__val_fraction"]
+STREAMED: dict[str, Any] = {**MIXED, "file": "{folder}/stream.yaml"}
 SAMPLED: dict[str, Any] = {**EVALUATED, "train__sample": {"prompts": ["anchor bark"], "max_new_tokens": 4}}
 
 # What is compared with plain TRL, step by step.
@@ -200,6 +209,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "experts go on": case(2, **GO_ON),
         "experts go on, split": case(2, **SPLIT, **GO_ON),
         "counted": case(2, **COUNTED),
+        "a wait for each": case(2, faults=["wait 0"], **COUNTED),
         "mix": case(2, layout="resident", accumulation=2, count=4, **MIXED),
         "uneven": case(2, micro=3, data__train_split="train[:13]", **SAVING),
         "nan": case(2, faults=["nan"], **SAVING),
@@ -249,7 +259,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 # Run by `make prove`. Pairs of a run's other options are in tests/test_pairs.py.
 MORE: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"plain only experts": case(1, plain=True, **ONLY), "plain pissa": case(1, plain=True, **PISSA)},
+    1: {name: each for name, each in CASES[1].items() if name.startswith("plain")}
+    | {"plain only experts": case(1, plain=True, **ONLY), "plain pissa": case(1, plain=True, **PISSA)},
     2: {
         "resident": case(2, layout="resident"),
         "expert-parallel": case(2, **SPLIT, **CHECKPOINTING),
@@ -301,7 +312,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start, end = RUN.index("  dataset_name_or_path"), RUN.index("  max_length")
-    (folder / "mix.yaml").write_text((RUN[:start] + MIX + RUN[end:]).format(folder=folder, steps=STEPS))
+    for name, section in (("mix", MIX), ("stream", STREAM)):
+        (folder / f"{name}.yaml").write_text((RUN[:start] + section + RUN[end:]).format(folder=folder, steps=STEPS))
     return folder
 
 
@@ -376,11 +388,21 @@ def four(material: Path) -> Outcomes:
 
 @pytest.fixture(scope="session")
 def more(material: Path) -> Callable[[int], Outcomes]:
-    return functools.cache(lambda world: launched(material, world, MORE[world], "more "))
+    """Runs of `PROVEN` steps, unless a case has its own number."""
+
+    @functools.cache
+    def start(world: int) -> Outcomes:
+        cases = {
+            name: {**each, "overrides": [f"train.max_steps={PROVEN}", *each["overrides"]]}
+            for name, each in MORE[world].items()
+        }
+        return launched(material, world, cases, "more ")
+
+    return start
 
 
-def assert_equal(steps: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    assert len(steps) == len(reference) >= STEPS
+def assert_equal(steps: list[dict[str, Any]], reference: list[dict[str, Any]], count: int = STEPS) -> None:
+    assert len(steps) == len(reference) == count
     for step, expected in zip(steps, reference, strict=True):
         for key in ("loss", "grad_norm"):
             assert step[key] == pytest.approx(expected[key], rel=TOLERANCE), (step, expected)
@@ -410,7 +432,7 @@ def test_ranks_equal_plain_trl(alone: Outcomes, request: pytest.FixtureRequest, 
     ("world", "name"),
     [(world, name) for world in (2, 4) for name in MORE[world] if "compiled" not in name and "dropout" not in name],
 )
-def test_more_ways_equal_plain_trl(alone: Outcomes, more: Callable[[int], Outcomes], world: int, name: str) -> None:
+def test_more_ways_equal_plain_trl(more: Callable[[int], Outcomes], world: int, name: str) -> None:
     steps = more(world).steps(name)
     if name in COMPILED:
         steps, expected = more(world).steps(f"{name}, compiled"), steps
@@ -421,8 +443,7 @@ def test_more_ways_equal_plain_trl(alone: Outcomes, more: Callable[[int], Outcom
         assert len(steps) == 4
         assert [step["loss"] for step in steps] == pytest.approx([step["loss"] for step in expected], rel=bound)
     else:
-        of_plain = more(1) if reference(name) in MORE[1] else alone
-        assert_equal(steps, of_plain.steps(reference(name)))
+        assert_equal(steps, more(1).steps(reference(name)), PROVEN)
 
 
 def rows_of_steps(of: Outcomes, name: str) -> list[list[int]]:
@@ -452,6 +473,26 @@ def test_a_mix_is_the_same_on_any_number_of_ranks(alone: Outcomes, two: Outcomes
     assert two["mix"]["collectives"] == ["allreduce_"]  # the losses by source are in the one that there is
 
 
+@pytest.mark.long
+def test_a_mix_of_streams_is_the_same_on_any_number_of_ranks_and_when_resumed(material: Path) -> None:
+    alone = launched(material, 1, {"whole": case(1, **STREAMED)}, "streamed ")
+    in_two: dict[str, Any] = {"train__output_dir": "{out}/in two", **STREAMED}
+    cases = {"stopped": case(2, faults=["terminate 5"], **in_two), "resumed": case(2, resume=True, **in_two)}
+    two = launched(material, 2, {"whole": case(2, **STREAMED), **cases}, "streamed ")
+    assert (two["stopped"]["code"], two["resumed"]["code"]) == (SAVED, 0)
+    expected, rows = alone.steps("whole"), rows_of_steps(alone, "whole")
+    assert [len(step) for step in rows] == [8] * 6
+    assert set().union(*(step["source_loss"] for step in expected)) == {"words", "talks"}
+    wanted = evaluations(alone.folder / "whole")
+    assert wanted[0].keys() == {"eval_loss", "eval_asked_loss"}
+    for name in ("whole", "in two"):
+        assert rows_of_steps(two, name) == rows, name
+        for step, other in zip(two.steps(name), expected, strict=True):
+            assert step["source_loss"] == pytest.approx(other["source_loss"], rel=TOLERANCE)
+        for ours, theirs in zip(evaluations(two.folder / name), wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
 def test_base_is_sharded_and_the_adapter_replicated(alone: Outcomes, two: Outcomes) -> None:
     for name in ("full-shard", "kept for all passes", "one pass, split"):
         found = two[name]["placements"]
@@ -470,6 +511,7 @@ def test_sharded_runs_write_a_probe(two: Outcomes) -> None:
 def test_step_has_one_collective_and_one_synchronization(two: Outcomes) -> None:
     assert two["counted"]["collectives"] == ["allreduce_"]
     assert two["counted"]["waits"] == ["train_step: tolist"]
+    assert two["a wait for each"]["waits"] == ["forward: __float__"] * 4 + ["train_step: tolist"]  # planted
 
 
 def test_gathered_weights_are_sent_once_per_step(two: Outcomes) -> None:

@@ -121,6 +121,18 @@ def average_with_none(loop: Loop) -> None:
     loop.updater.replicas.reduce = averaged  # type: ignore[method-assign]
 
 
+def a_wait_for_each(loop: Loop) -> None:
+    """Read a value from the device after every micro-batch."""
+    original = loop.model.causal_lm.forward
+
+    def forward(**inputs: Any) -> Any:
+        outputs = original(**inputs)
+        float(outputs.last_hidden_state.sum())
+        return outputs
+
+    loop.model.causal_lm.forward = forward
+
+
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives of one optimizer step, bytes gathered, and where the loop reads the device's values."""
 
@@ -187,6 +199,7 @@ FAULTS: dict[str, Any] = {
     **{f"overflow {rank}": At(3, rank, overflow) for rank in range(2)},
     "slow": At(1, 1, slow),
     "drift": At(4, 1, drift),
+    "wait 0": At(1, 0, a_wait_for_each),
     "terminate 5": At(5, 1, terminate),
     "stop 3": At(3, 0, terminate),
     "detach 0": At(1, 0, detach),
