@@ -59,6 +59,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 LARGE: dict[str, Any] = {"hidden": 1024, "heads": 8, "experts": 16, "moe_intermediate": 1024, "layers": 6}
 IN_FP8 = ("published", "blocks", "mixtral", "qwen3_moe", "channels")
+QUANTIZED = ("published", "llama")  # to NF4, when loaded
 # Stored in 4 bits, as others made them; compressed-tensors' in a family with fused experts, and without.
 PUBLISHED = (("bnb", "nf4"), ("oss", "mxfp4"), ("nv", "nvfp4"), ("words", "int4"), ("shifted", "uint4"))
 COMPRESSED = {"nv": ("mistral4", "nvfp4"), "words": ("qwen3_moe", "int4"), "shifted": ("llama", "uint4")}
@@ -74,6 +75,16 @@ TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
 IN_TWO = (  # on two ranks alone
     ("bnb", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
     ("oss", {"layout": "full-shard", "base_dtype": "mxfp4", "checkpointing": True}),
+)
+# Run by `make prove`, on two ranks
+LATER: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("published", {"layout": "resident", "count": 10}),
+    ("published", {"layout": "resident", "base_dtype": "nf4", "count": 10}),
+    ("published", {"layout": "full-shard", "base_dtype": "nf4"}),
+    ("published", {"layout": "no-reshard", "base_dtype": "nf4", "micro": 2}),
+    ("published", {"layout": "hybrid", "base_dtype": "nf4"}),
+    ("published", {"layout": "expert-parallel", "base_dtype": "nf4", "checkpointing": True}),
+    ("llama", {"layout": "full-shard", "base_dtype": "nf4"}),
 )
 USUAL = {"blocks": "expert-parallel", "qwen3_moe": "expert-parallel"}
 FOUR = ("published", "uneven", "mixtral", "channels")  # what four ranks are tried on
@@ -127,6 +138,30 @@ def dequantize(directory: Path, target: Path, dtype: torch.dtype) -> None:
         true[key] = wide.to(dtype)
     target.mkdir(parents=True)
     save_file(true, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(text))
+
+
+def write_decoded(directory: Path, target: Path, kind: str) -> None:
+    """Write the float32 checkpoint that a 4-bit base represents, decoded by this file's own arithmetic."""
+    base = read_base(directory)
+    alone = Layout("resident", "test", 1, 1, shard=1, base_dtype=kind, precision="no")
+    model, _ = load_base(base, alone, dtype=torch.float32)
+    stored, true = list_unique_tensors(model), {}
+    for name, weight in quantized.list_quantized_params(model).items():
+        columns, block = weight.format.columns, weight.format.block[1]
+        numbers = torch.tensor(FOUR_BITS[kind].numbers)
+        rows = stored.pop(name).detach().flatten(0, -2)
+        codes = torch.stack([rows[:, : columns // 2] >> 4, rows[:, : columns // 2] & 15], -1).flatten(1)
+        scale = rows[:, columns // 2 :].contiguous().view(torch.bfloat16).float()
+        values = numbers[codes.long()] * scale[:, torch.arange(columns) // block]
+        true[name] = values.view(next(p.shape for p in base.parameters if p.name == name)).contiguous()
+    target.mkdir(parents=True)
+    save_file(
+        {**{name: tensor.detach().float() for name, tensor in stored.items()}, **true}, target / "model.safetensors"
+    )
     config = json.loads((directory / "config.json").read_text())
     text = config.get("text_config", config)
     text.pop("quantization_config", None)
@@ -421,10 +456,11 @@ def steps(
     *,
     experts: bool,
     bias: str,
+    count: int = 4,
     micro: int = 1,
     checkpointing: bool = False,
 ) -> list[float]:
-    """Return losses and norms of four optimizer steps of `micro` micro-batches; every rank has its own rows."""
+    """Return losses and norms of `count` optimizer steps of `micro` micro-batches; every rank has its own rows."""
     printed = {"r": 4, "lora_dropout": 0, "target_modules": "all-linear", "bias": bias}
     lora = Lora.model_validate({**printed, **({"experts": {"r": 2, "lora_alpha": 4}} if experts else {})})
     model = attach_adapter(
@@ -437,7 +473,7 @@ def steps(
     liveness, modules = Liveness(model, replicas, "the run"), fsdp.list_fsdp_modules(model)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     found = []
-    for step in range(4):
+    for step in range(count):
         loss = torch.zeros(1)
         for number in range(micro):
             if not layout.reshard_after_forward:
@@ -491,8 +527,11 @@ def same_bytes(root: Path, name: str, kind: str) -> None:
             assert torch.equal(part, wanted[key][own]), (which, key)
 
 
-def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+def cases(root: Path, later: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     ranks = dist.get_world_size()
+    if later:
+        yield from ((f"training {name} {how}", partial(same_training, root, name, **how)) for name, how in LATER)
+        return
     if ranks == 2:
         yield from ((f"memory of loading {each}", partial(bounded, root, each)) for each in ("bf16", "fp8"))
     for name in CHECKPOINTS if ranks == 2 else FOUR:
@@ -518,13 +557,13 @@ def cases(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"training {name} {how}", partial(same_training, root, name, **how)
 
 
-def main(root: Path, out: Path) -> None:
+def main(root: Path, out: Path, later: bool) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
     os.environ["XDG_CACHE_HOME"] = str(root / "cache")
     results: dict[str, str] = {}
-    for name, case in cases(root):
+    for name, case in cases(root, later):
         dist.barrier()
         try:
             case()
@@ -540,4 +579,4 @@ def main(root: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] == ["later"])

@@ -172,8 +172,12 @@ def test_stopped_evaluation_is_repeated_after_resume(two: Outcomes) -> None:
 
 @pytest.fixture(scope="module")
 def one(material: Path, two: Outcomes) -> Outcomes:
-    of_two = json.dumps(resumed("experts cut", "experts for one", **EXPERTS, **ALONE)).replace("{out}", str(two.folder))
-    return launched(material, 1, {"experts, on one rank": json.loads(of_two)}, script="checkpoint_ranks.py")
+    cases = {
+        "experts, on one rank": resumed("experts cut", "experts for one", **EXPERTS, **ALONE),
+        "plain, on one rank": resumed("plain cut", "plain for one", **ALONE),
+    }
+    of_two = json.loads(json.dumps(cases).replace("{out}", str(two.folder)))
+    return launched(material, 1, of_two, script="checkpoint_ranks.py")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,21 @@ def test_resume_on_other_ranks_or_layout_keeps_the_batches(
     assert len(again) == STEPS
     for step, other in zip(again, whole, strict=True):
         assert step == pytest.approx(other, abs=1e-4)
+
+
+def test_resume_on_other_ranks_with_dropout_has_the_same_rows_and_other_masks(two: Outcomes, one: Outcomes) -> None:
+    """As docs/checkpoints.md says: the losses are not those of the run that was never stopped, but as good."""
+    assert codes(one, "plain, on one rank") == [0]
+    runs = [two.folder / run for run in ("plain for one", "plain")]
+    again, whole = map(steps, runs)
+    assert [(step[0], step[3]) for step in again] == [(step[0], step[3]) for step in whole]
+    tokens, expected = ([count for _, count in evaluations(run).values()] for run in runs)
+    assert tokens == expected
+    first = next(i for i, (step, other) in enumerate(zip(again, whole, strict=True)) if step != other)
+    assert first == 6, "the first resumed step"
+    losses = [(step[1], other[1]) for step, other in zip(again, whole, strict=True)]
+    assert all(loss == pytest.approx(other, rel=0.1) for loss, other in losses)
+    assert not all(loss == pytest.approx(other, rel=1e-4) for loss, other in losses)
 
 
 def test_full_disk_is_reported_and_training_continues(two: Outcomes) -> None:

@@ -48,6 +48,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     for name in ("published", "blocks", "llama", "mixtral"):
         tiny.write_model(directory / name, tokenizer=False, **load_ranks.CHECKPOINTS[name])
+    for name in load_ranks.QUANTIZED:
+        load_ranks.write_decoded(directory / name, directory / f"{name}-nf4", "nf4")
     tiny.write_model(
         directory / "bnb", "mixtral", quantization="nf4", moe_intermediate=64, intermediate=64, tokenizer=False
     )
@@ -79,20 +81,30 @@ def every(root: Path) -> Path:
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.prove)])
 def test_every_case_on_several_ranks(ranks: int, every: Path, tmp_path: Path) -> None:
     """Checkpoints x layouts, faults and training, in one start of these processes."""
+    assert count_passed(ranks, every, tmp_path / "out") >= 35
+    assert load_ranks.MIXED == "have copies of the base model that are not equal: model.safetensors differs"
+
+
+@pytest.mark.prove
+def test_training_on_a_base_of_few_bits_equals_its_dequantized_weights(root: Path, tmp_path: Path) -> None:
+    assert count_passed(2, root, tmp_path / "out", "later") == len(load_ranks.LATER)
+
+
+def count_passed(ranks: int, root: Path, out: Path, *later: str) -> int:
+    """Return how many cases passed in all ranks: all."""
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("load_ranks.py")), str(every), str(tmp_path / "out")],
+        [*command, str(Path(__file__).with_name("load_ranks.py")), str(root), str(out), *later],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads((tmp_path / "out").read_text())
-    assert len(results) >= 35
-    assert load_ranks.MIXED == "have copies of the base model that are not equal: model.safetensors differs"
+    results = json.loads(out.read_text())
     failed = {case: why for case, why in results.items() if why}
     assert not failed, "\n".join(f"{case}\n{why}" for case, why in failed.items())
+    return len(results)
 
 
 # --- in one process: the faults that files or a reader of headers may have ---
@@ -105,6 +117,19 @@ def damaged(root: Path, to: Path, change: Callable[[dict[str, Tensor]], None], n
     save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
     (to / "config.json").write_bytes((root / name / "config.json").read_bytes())
     return to
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "nf4") for name in load_ranks.QUANTIZED), *load_ranks.PUBLISHED])
+def test_4_bit_model_equals_its_dequantized_weights(root: Path, name: str, kind: str) -> None:
+    """Loss and gradient in float32; several ranks are in load_ranks.py."""
+    found = []
+    for folder, base_dtype in ((name, kind), (f"{name}-{kind}", "bf16")):
+        model, _ = load_base(read_base(root / folder), replace(ALONE, base_dtype=base_dtype), dtype=torch.float32)
+        embedded = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = model(inputs_embeds=embedded, labels=torch.arange(32).view(2, 16)).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, embedded)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize(("name", "kind"), load_ranks.PUBLISHED)

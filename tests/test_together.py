@@ -75,9 +75,14 @@ TRIALS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS = {
+    "resident": RESIDENT,
+    "full-shard": "layout: full-shard\n",
+    "fp8": "layout: {name: full-shard, base_dtype: fp8}\n",
+    "recomputed": "layout: {name: full-shard, activation_checkpointing: true}\n",
     "expert-parallel": "layout: {name: expert-parallel, expert_parallel: 2}\n",
     "packed": RESIDENT,
 }
+SIMPLER = ("resident", "full-shard", "fp8", "recomputed")  # than the others, which cover what these do
 ONE = f"--override {ONE_RANK}"  # what several ranks add is no part of the test
 
 
@@ -138,7 +143,9 @@ def read_kept_figures(trial: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.prove] if name in SIMPLER else []) for name in LAYOUTS]
+)
 def test_each_trial_is_what_it_would_be_alone(layout: str, material: Path, tmp_path: Path) -> None:
     """Losses, adapters, and what is measured of a set that should not get worse."""
     folder = copy_material(material, tmp_path)
