@@ -1,6 +1,6 @@
 """Inputs of recomputed layers in host memory: what goes there, what the plan expects of it, and what is refused.
 
-That it changes no bit of training is in tests/test_long_rows.py, on real ranks.
+That it changes no bit of training is in tests/test_long_rows.py; on two ranks, in tests/test_pairs.py ("offloaded").
 """
 
 import gc
