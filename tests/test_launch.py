@@ -327,6 +327,9 @@ def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatc
     for more, missing in (
         ("cluster.kubernetes.engine=auto", "persistentvolumeclaim project-001"),
         (mount, "configmap ca"),
+        ("cluster.kubernetes.networks=[ssa]", "network-attachment-definitions.k8s.cni.cncf.io ssa"),
+        ("cluster.kubernetes.runtime_class=nvidia", "runtimeclass.node.k8s.io nvidia"),
+        ("cluster.kubernetes.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
         ("cluster.kubernetes.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
     ):
         cluster.answer(MISSING=missing)
