@@ -10,9 +10,32 @@ import torch
 from windlass.best import BASE, rank_candidates, sum_rows
 from windlass.data.collate import PaddedCollator, PaddingFreeCollator
 from windlass.errors import UserError
+from windlass.observe.format import describe_served
 from windlass.plan.finished import load_finished_run
+from windlass.ranking import RankedAdapter, Ranking, print_ranking
 from windlass.runfile.rules import resolve_accumulation
 from windlass.train.collate import ROW, Collate
+
+
+def test_the_ranking_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """No interval or verdict is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    ranked = (
+        RankedAdapter("step-1060", 10.4298, 0.0, 0.0, 0.0, False, 1.0),
+        RankedAdapter("step-1054", 10.4306, 0.0001, -0.0001, 0.0002, False, 1.0),
+        RankedAdapter("as it began", 10.6931, 1.0, 1.0, 1.0, True, 0.0),
+    )
+    ranking = Ranking(ranked, 86, 86, {}, "accuracy", note=describe_served(0.63, 0.1))
+    print_ranking(ranking)
+    lines = capsys.readouterr().out.splitlines()
+    noted = next(number for number, line in enumerate(lines) if line.startswith("bfloat16 keeps 63 %"))
+    assert " ".join(map(str.strip, lines[noted:])) == ranking.as_dict()["note"]
+    lines = lines[:noted]
+    assert max(map(len, lines)) <= 80
+    verdicts = [line.split()[-1] for line in lines if line.lstrip().startswith(("step-", "as it"))]
+    assert verdicts == ["best", "unclear", "worse"]
+    assert any("-0.0001 to +0.0002" in line for line in lines)
+    assert lines[-1].startswith("unclear: ")
 
 
 def test_paired_interval_separates_a_difference_from_noise() -> None:

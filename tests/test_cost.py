@@ -5,6 +5,7 @@ tests/test_plan.py has the figures of whole plans, by layout and option.
 
 import importlib
 import itertools
+import math
 import sys
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from windlass.model import Parameter, find_published_base
 from windlass.model.family import FAMILIES
 from windlass.model.targets import resolve_adapter
 from windlass.plan import memory, operators
-from windlass.plan.cost import BatchSize, Workload, estimate_cost, read_shape
+from windlass.plan.cost import BatchSize, Cost, Workload, estimate_cost, read_shape
 from windlass.plan.layout import Layout
 from windlass.plan.rows import RowLengths
 from windlass.plan.workload import AdaptedModule, ModelShape
@@ -34,14 +35,16 @@ dispatched: Any = importlib.import_module("dispatched")
 
 GIB = 2**30
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = Lora.model_validate({"r": 16, "lora_dropout": 0, "target_modules": PROJECTIONS})
+LORA = {"r": 16, "lora_dropout": 0, "target_modules": PROJECTIONS}
 (BASE,) = filter(None, [find_published_base("Mistral-Small-4-119B-2603")])
+TOTAL = 118_972_826_624
+PLAIN, ALL = 27_463_680, 1_084_428_288  # trained parameters of r = 16, without and with the routed experts
 
 
 @cache
-def shape() -> ModelShape:
-    """Adapters of all attention projections and of the shared expert."""
-    return read_shape(BASE, resolve_adapter(LORA, BASE, str))
+def shape(experts: bool = False) -> ModelShape:
+    """Adapters of all attention projections and of the shared expert, and of the routed experts if requested."""
+    return read_shape(BASE, resolve_adapter(Lora.model_validate({**LORA, "experts": experts}), BASE, str))
 
 
 def machine(name: str = "h200", nics: int = 1) -> Machine:
@@ -57,10 +60,81 @@ def machine(name: str = "h200", nics: int = 1) -> Machine:
 
 
 def work(nodes: int, gpus: int, micro: int = 1, accumulation: int = 16, nics: int = 1, **layout: Any) -> Workload:
-    batch = BatchSize(micro, accumulation, 1024)
+    model, batch = shape(layout.pop("experts", False)), BatchSize(micro, accumulation, 1024)
     settings = {"name": "full-shard", "reason": "", "shard": nodes * gpus, "activation_checkpointing": True, **layout}
     placed = Layout(nodes=nodes, gpus_per_node=gpus, **settings)
-    return Workload(shape(), placed, batch, machine(nics=nics), "adamw_torch", 2)
+    return Workload(model, placed, batch, machine(nics=nics), "adamw_torch", 2)
+
+
+def item(answer: Cost, name: str, phase: str = "step", place: str = "gpu") -> float:
+    return sum(row.bytes for row in answer.rows if (row.item, row.phase, row.place) == (name, phase, place))
+
+
+def flow(answer: Cost, kind: str) -> float:
+    return sum(f.bytes for f in answer.flows if f.kind == kind)
+
+
+def test_split_experts_are_pinned_by_the_rank_that_has_them() -> None:
+    split = estimate_cost(work(2, 2, offload=True, expert_parallel=2, name="expert-parallel"))
+    parts = []
+    for parameter in BASE.parameters:
+        rows = math.ceil(parameter.shape[0] / 4)  # of experts: half of them, in two parts
+        parts.append(2 * rows * math.prod(parameter.shape[1:]))
+    pinned = 2 * sum(2 ** math.ceil(math.log2(part)) for part in parts)  # two ranks on a host
+    assert item(split, "offloaded base weights", place="host") == pinned
+
+
+def test_split_experts_average_their_adapters_among_their_replicas_only() -> None:
+    two = estimate_cost(work(1, 2, experts=True, expert_parallel=2, name="expert-parallel"))
+    assert flow(two, "adapter all-reduce") == 2 * (2 - 1) / 2 * 4 * PLAIN
+    assert flow(two, "adapter all-reduce, experts") == 0
+    hybrid = estimate_cost(work(2, 2, experts=True, shard=2, replicate=2, expert_parallel=2, name="expert-parallel"))
+    assert flow(hybrid, "adapter all-reduce, experts") == 2 * (2 - 1) / 2 * 4 * (ALL - PLAIN) / 2
+
+
+def test_a_node_reads_its_part_of_the_files_once() -> None:
+    given = work(2, 4)
+    rates = given.machine.rates
+    narrow = sum(p.count for p in BASE.parameters if p.part in ("attention", "shared_experts", "experts"))
+    narrow -= sum(p.count for p in BASE.parameters if p.part == "attention" and len(p.shape) == 1)
+    files = 2 * TOTAL - narrow
+    part = 2 * TOTAL / 8
+    read = min(files, 4 * part) / rates.storage_gb_per_second
+    assert estimate_cost(given).load_seconds == pytest.approx((read + part / rates.host_link_gb_per_second) / 1e9)
+    one = estimate_cost(work(1, 8))
+    read = files / rates.storage_gb_per_second
+    assert one.load_seconds == pytest.approx((read + part / rates.host_link_gb_per_second) / 1e9, rel=1e-3)
+
+
+def test_evaluations_of_pairs_hold_a_layer_in_float32() -> None:
+    """Of experts that are split, those of the rank."""
+    split = {"experts": True, "name": "expert-parallel", "expert_parallel": 4}
+    for layout in ({"shard": 1, "name": "resident"}, {}, {"experts": True}, split):
+        given = replace(work(1, 4, **layout), evaluated=2, of_narrow_pairs=True)
+        rows = {row.item: row for row in memory._list_evaluation_moments(given)["evaluation"]}
+        layer = max((layer for layer, _ in given.shape.kinds), key=lambda layer: layer.elements.total)
+        elsewhere = layer.routed.total * (1 - 1 / given.layout.expert_parallel)
+        assert rows["a layer in float32"].bytes == 4 * (layer.elements.total - elsewhere)
+        assert elsewhere > 0 or layout is not split
+        wide = replace(given, base_bytes=4, layout=replace(given.layout, precision="no"))
+        assert "a layer in float32" not in {row.item for row in memory._list_evaluation_moments(wide)["evaluation"]}
+        gathered = 2 * 2 * given.layout.is_sharded
+        (embedding,) = memory._list_evaluation_moments(given)["evaluation's embedding"]
+        assert embedding.bytes == (4 + gathered) * given.shape.embedding.total
+
+
+def test_evaluations_of_pairs_in_float32_take_longer() -> None:
+    """By the peaks of products on a GPU; weights are gathered in bfloat16 all the same."""
+    for given in (work(1, 1, name="resident"), work(1, 4)):
+        alone, widened = (
+            estimate_cost(replace(given, evaluated=2, of_narrow_pairs=widens)).evaluation_seconds
+            for widens in (False, True)
+        )
+        gpu = given.machine.gpu
+        factor = gpu.bf16_tflops / (gpu.fp32_tflops or gpu.bf16_tflops / 16)
+        sent = given.layout.is_sharded
+        assert widened > alone
+        assert (widened < factor * alone) if sent else widened == pytest.approx(factor * alone)
 
 
 def test_keys_copied_for_attention_sinks_grow_with_the_square_of_the_row() -> None:

@@ -266,6 +266,13 @@ def test_refused_rows_are_named(prepared: Prepare, row: Any, section: dict[str, 
         prepared(row, **section)
 
 
+@pytest.mark.parametrize("column", ["completion_mask", "assistant_masks"])
+def test_a_mask_says_which_tokens_have_loss(prepared: Prepare, column: str) -> None:
+    (row,) = prepared({**IDS, column: [0, 1, 0, 0, 1, 1]}).train.to_pylist()
+    assert row["input_ids"] == [1, 40, 41, 42, 2]
+    assert row["labels"] == [-100, 40, -100, -100, 2]
+
+
 @pytest.mark.parametrize("usual", [{"role": "user", "content": "No."}, {"from": "human", "value": "No."}])
 def test_named_fields_come_before_usual_ones(prepared: Prepare, tokenizer: Any, usual: dict[str, str]) -> None:
     row = {"messages": [{**usual, "who": "user", "what": "Why?"}, {"who": "gpt", "what": "So.", **usual}]}

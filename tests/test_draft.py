@@ -174,6 +174,16 @@ def test_invalid_gpu_count_is_refused(model: Path, tmp_path: Path, gpus: str) ->
         draft.draft_run(str(model), rows(tmp_path / "rows.jsonl", [3]), gpus, print)
 
 
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [('{"text": "pähp"}\n'.encode("latin-1") * 40, "not-utf8"), (b'["a", "b"]\n' * 40, "not-an-object")],
+)
+def test_data_that_no_command_can_read_gets_no_run_file(content: bytes, code: str, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with refused(code):
+        draft.draft_run(str(model), str(tmp_path / "rows.jsonl"), "1xcpu", print)
+
+
 def test_missing_path_is_named_by_its_flag(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--data: "):
         draft.draft_run(str(model), str(tmp_path / "none.jsonl"), "1xcpu", print)

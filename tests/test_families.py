@@ -31,6 +31,7 @@ from windlass.introspect.trace import trace_layers
 from windlass.model import PARTS, read_base
 from windlass.model.config import describe
 from windlass.model.derived import find_description
+from windlass.model.family import FAMILIES as ROWS
 from windlass.model.quantization import quantizable_names
 from windlass.model.shrink import shrink_config
 from windlass.model.targets import resolve_adapter
@@ -150,7 +151,7 @@ def test_rows_are_continued_with_what_is_kept_as_without(root: Path, name: str) 
     assert len({token for row in expected for token in row}) > 3
 
 
-@pytest.mark.parametrize("row", ["mistral4", "qwen3_moe"])
+@pytest.mark.parametrize("row", ROWS)
 def test_rows_for_machines_without_torch_equal_what_is_derived(row: str, tmp_path: Path) -> None:
     config = json.loads((tiny.write_model(tmp_path / "m", row, tokenizer=False) / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != "quantization_config"}

@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from torch.nn.functional import cross_entropy
 
 from windlass import runfile, tiny
 from windlass.data.packing import open_rows
-from windlass.data.prepare import audit_data
+from windlass.data.prepare import audit_data, prepare_data
 from windlass.errors import SAVED, UserError
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.observe.steps import IGNORED, KEPT
 from windlass.plan import make_plan
 from windlass.plan.layout import Layout
 from windlass.run_folder import ADAPTER, BASE_FIGURES, DATA, list_trials
-from windlass.train.kept import list_worse
-from windlass.train.load import describe_precision, load_base
+from windlass.train.base_alone import BaseAlone
+from windlass.train.batches import make_kept_batches
+from windlass.train.checkpoint.snapshot import load_adapter
+from windlass.train.head import Head, States
+from windlass.train.kept import list_worse, measure_kept_sets
+from windlass.train.load import describe_precision, load_base, open_base_tokenizer
 from windlass.train.logits import open_adapter
+from windlass.train.lora import attach_adapter
+from windlass.train.patches import Patches
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -260,6 +267,40 @@ def test_kept_sets_change_nothing_of_the_training(outcomes: dict[int, Outcomes])
         assert all(torch.equal(one[name], other[name]) for name in one)
     losses = [[event["eval_loss"] for event in list_evaluations(folder)] for folder in (with_kept, without)]
     assert losses[0] == losses[1]
+
+
+def test_a_wrong_figure_of_a_kept_set_is_seen(
+    material: Path, outcomes: dict[int, Outcomes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The divergence in the other direction is close to the right one."""
+    folder = find_run(outcomes, 1, "plain")
+    overrides = ["layout.base_dtype=bf16", f"train.output_dir={folder}"]
+    plan = make_plan(runfile.read_run_file(material / "run.yaml", overrides))
+    model = open_plain(material, overrides[:1])
+    rows = read_rows(folder, "keep")
+    predicted = predict(model, rows)
+    base = BaseAlone(model, ())
+    adapted = attach_adapter(model, plan.run.lora, plan.adapter, plan.run.train.seed).eval()
+    load_adapter(adapted, folder / "checkpoints" / "step-4")
+    right = judge_kept(predicted, predict(adapted, rows), rows)
+    causal_lm = adapted.get_base_model()
+    Patches().patch_forward(causal_lm)
+    tokenizer = open_base_tokenizer(plan)
+    batches = make_kept_batches(plan, prepare_data(plan.run, tokenizer, say=print), tokenizer.pad_token_id)
+    assert batches is not None
+    batches.round_rows = 8  # filled up with rows that are none
+    for _ in range(2):  # the adapter is back on afterwards
+        found = measure_kept_sets(batches, causal_lm, base, autocast=nullcontext())
+        assert found == pytest.approx(right, abs=TOLERANCE)
+    original = Head.compare
+
+    def swapped(self: Head, adapted: States, hidden: Any, targets: Any) -> Any:
+        right = original(self, adapted, hidden, targets)
+        return torch.cat([right[:2], original(self, self.capture(hidden), adapted.hidden, targets)[2:]])
+
+    monkeypatch.setattr(Head, "compare", swapped)
+    found = measure_kept_sets(batches, causal_lm, base, autocast=nullcontext())
+    assert found != pytest.approx(right, abs=TOLERANCE)
 
 
 def test_best_ranks_adapters_whose_kept_sets_did_not_get_worse(material: Path, outcomes: dict[int, Outcomes]) -> None:

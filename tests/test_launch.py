@@ -327,6 +327,9 @@ def test_cluster_problems_are_found_before_creation(cluster: Cluster, monkeypatc
     for more, missing in (
         ("cluster.kubernetes.engine=auto", "persistentvolumeclaim project-001"),
         (mount, "configmap ca"),
+        ("cluster.kubernetes.networks=[ssa]", "network-attachment-definitions.k8s.cni.cncf.io ssa"),
+        ("cluster.kubernetes.runtime_class=nvidia", "runtimeclass.node.k8s.io nvidia"),
+        ("cluster.kubernetes.queue=gpus", "localqueue.kueue.x-k8s.io gpus"),
         ("cluster.kubernetes.engine=trainer", "clustertrainingruntime.trainer.kubeflow.org torch-distributed"),
     ):
         cluster.answer(MISSING=missing)
@@ -807,11 +810,14 @@ def test_status_of_a_run_on_this_machine(
     assert "no heartbeat yet" in shown(run)
 
 
-def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_record_is_reported(tmp_path: Path) -> None:
     for text in ("{broken", "[]", "{}", '{"platform": "moon"}'):
         (tmp_path / "submitted.json").write_text(text)
         with refused("unreadable", "submitted.json"):
             open_record(tmp_path, tmp_path, print)
+    (tmp_path / "submitted.json").unlink()
+    with refused("nothing-submitted", "submitted.json"):
+        open_record(tmp_path, tmp_path, print)
 
 
 def test_stop_signals_the_recorded_process_and_no_other(
@@ -903,6 +909,21 @@ def test_image_runs_as_any_user_with_tested_versions(tmp_path: Path) -> None:
     text = (ROOT / "Containerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1001:0"
+    assert "--constraint" in text
+    assert ":latest" not in text
+    assert "chmod -R g=u" in text
+    needed = {word.lstrip("!") for word in (ROOT / ".containerignore").read_text().split() if word.startswith("!")}
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == needed, "what is copied is not ignored, and nothing else is sent"
+    ignored = [(ROOT / name).read_text() for name in (".containerignore", ".dockerignore")]
+    assert ignored[0] == ignored[1], "Docker reads only its own"
+    # A site without the internet: each is declared after FROM, and used.
+    for name in ("APT_MIRROR", "PIP_INDEX_URL", "CA_CERT"):
+        assert f"ARG {name}" in lines[lines.index("FROM ${BASE}") :]
+        assert text.count(name) > 2 or name == "PIP_INDEX_URL", "pip itself reads that one"
+    # The base's own packages, such as setuptools, can't be replaced; its launchers would start the base's Python.
+    assert "-m venv --without-pip --system-site-packages /opt/venv" in text
+    assert "PIP_BREAK_SYSTEM_PACKAGES" not in text
     steps = [line.partition("RUN ")[2] for line in "\n".join(lines).replace("\\\n", "").splitlines() if "RUN " in line]
     for step in steps:
         assert subprocess.run(["sh", "-n", "-c", step], timeout=120, check=False).returncode == 0, step
@@ -917,6 +938,7 @@ def test_image_runs_as_any_user_with_tested_versions(tmp_path: Path) -> None:
     assert [line for line in requirements if line.startswith("torch")] == ["torch==2.11.0a0+nv26.02"]
     assert {"transformers>=5.17,<5.25", "pydantic>=2.10,<3"} <= {*requirements}
     assert not versions.is_too_old("torch", "2.11.0a0+nv26.02")
+    assert "require_libraries(errors.TRAINING" in steps[1]
     launchers = steps[1][steps[1].index("for command in") : steps[1].index("done") + 4]
     for name, module in (("torchrun", "torch.distributed.run"), ("accelerate", "accelerate.commands.accelerate_cli")):
         assert f"{name}={module}" in launchers

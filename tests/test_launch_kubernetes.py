@@ -200,6 +200,18 @@ def test_a_gang_scheduler_gets_a_group_of_all_nodes(engine: str) -> None:
         assert ("kueue.x-k8s.io/queue-name" in documents[-1]["metadata"]["labels"]) is not volcano
 
 
+@pytest.mark.takes("builds models from a large schema")
+def test_validators_reject_bad_manifests() -> None:
+    document = manifests("job")[-1]
+    document["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        kubernetes_validate.validate(document, SCHEMA, strict=True)
+    document = manifests("trainer")[-1]
+    document["spec"]["podSpecOverrides"] = [{"targetJobs": [{"name": "node"}]}]
+    again = client_model(MODELS["trainer"]).from_dict(copy.deepcopy(document)).to_dict()
+    assert any("podSpecOverrides" in one for one in lost(document, again))
+
+
 def test_exit_codes_and_restarts() -> None:
     """13 is not retried, 75 and a lost node are not counted, and a JobSet past its deadline is not restarted."""
     jobset = manifests("jobset")[-1]["spec"]

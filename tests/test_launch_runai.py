@@ -100,6 +100,8 @@ def test_the_script_runs_the_very_command(tmp_path: Path) -> None:
     assert f"odd={odd}" in words
     assert (tmp_path / "msys").read_text() == "1 *\n", "Git Bash leaves paths alone"
     assert words[words.index("--workers") + 1] == "2", "a master and two workers"
+    for option in ("gpu-devices-request", "cpu-memory-limit", "restart-policy", "extended-resource"):
+        assert words[words.index(f"--{option}") + 1] == words[words.index(f"--master-{option}") + 1]
     shellcheck = [str(Path(sys.executable).parent / "shellcheck"), "--exclude=SC2016", str(script)]
     assert subprocess.run(shellcheck, capture_output=True, text=True, check=False, timeout=60).stdout == ""
 

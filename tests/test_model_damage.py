@@ -148,6 +148,7 @@ SINGLE: dict[str, tuple[Damage, str]] = {
     "config says it twice": (write(CONFIG, b'{"a": 1, "a": 2}'), "not JSON: the key 'a' is there twice"),
     "no model type": (outer(model_type=None), "config.json: it has no model_type"),
     "no text_config": (outer(text_config=None), "text_config: it has no model_type"),
+    "text_config is a list": (outer(text_config=[1]), r"text_config is \[1\], not the language model's config"),
     "unlike any family": (text(model_type="gpt2"), "FSDP plan does not name its layers"),
     "a classifier": (outer(architectures=["Mistral3ForReward"]), "architectures is 'Mistral3ForReward'"),
     "true": (text(hidden_size=True), "hidden_size is True"),

@@ -15,6 +15,7 @@ import json
 import os
 import random
 import secrets
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -246,13 +247,13 @@ def refusal(case: Case, folder: Path) -> list[Problem]:
 
 
 def launch(cases: Mapping[str, Case], material: Path, out: Path, seconds: float) -> str:
-    """Run cases in one start of two ranks, each in a folder of its own name; none begins after these seconds. Return
-    what the ranks wrote if they didn't end well."""
+    """Run cases in one start of two ranks, each in a folder of its own name; none begins later than these seconds
+    after the ranks. Return what the ranks wrote if they didn't end well."""
     out.mkdir()
     described = {name: {"overrides": overrides(case, material), "parts": parts(case)} for name, case in cases.items()}
     (out / "cases.json").write_text(json.dumps(described))
     files = (material / "run.yaml", out / "cases.json", out)
-    done = start_ranks("pair_ranks.py", 2, material, *files, time.time() + seconds, timeout=seconds + 180)
+    done = start_ranks("pair_ranks.py", 2, material, *files, seconds, timeout=seconds + 180)
     return (done.stdout + done.stderr)[-9000:] if done.returncode else ""
 
 
@@ -437,8 +438,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_contradictions_are_refused_by_the_plan(material: Path) -> None:
     wrong = []
     for levels, code, place in CONTRADICTIONS:
-        combinations = [*itertools.product(*levels.values())]
-        for combination in {combinations[0], combinations[-1]}:
+        for combination in itertools.product(*levels.values()):
             case = dict(zip(levels, combination, strict=True))
             problems = refusal({**DEFAULTS, **case}, material)
             as_told = [problem for problem in problems if problem.code == code and place in problem.where]
@@ -475,7 +475,14 @@ def test_some_cases_equal_trl_and_peft(material: Path, tmp_path: Path, capsys: p
     with capsys.disabled():
         print(f"\nWINDLASS_SEED={SEED}")
     cases = {str(number): case for number, case in enumerate([*list_cases()[-len(BIASED) :], *cover()])}
-    assert run_and_compare(cases, material, tmp_path / "out", seconds=10)
+    names = run_and_compare(cases, material, tmp_path / "out", seconds=10)
+    assert names
+    usual = [name for name in names[len(BIASED) :] if not matches(cases[name], ROUNDED_AWAY)]
+    compared = [name for name in usual if "trl" in parts(cases[name])]
+    for name, other in itertools.pairwise(compared):  # they can differ
+        for file in ("outcome-0.json", "trl.tensors", "trl.logits"):
+            shutil.copy(tmp_path / "out" / other / file, tmp_path / "out" / name / file)
+        assert differences(cases[name], tmp_path / "out" / name), (SEED, name, other)
 
 
 @pytest.mark.prove

@@ -121,7 +121,8 @@ def figures(record: dict[str, Any]) -> dict[str, Any]:
         "traffic": sum(flow["bytes"] * flow["per_step"] for flow in record["traffic"]),
     }
     estimate = {key: value for key, value in record["estimate"].items() if isinstance(value, float)}
-    line: dict[str, Any] = rounded({**chosen, **memory, **estimate, **record["estimate"]["seconds"]})
+    seconds = {f"{key} seconds": value for key, value in record["estimate"]["seconds"].items()}
+    line: dict[str, Any] = rounded({**chosen, **memory, **estimate, **seconds})
     return line
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import warm
 import yaml
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from text_run import make_text_run
 
 from windlass import plan as planning
 from windlass import tiny
+from windlass.cli import app
 from windlass.errors import UserError
 from windlass.files import read_json_lines
 from windlass.hardware import LocalMachine
@@ -559,10 +561,18 @@ def test_rehearsal_refuses_a_folder_with_other_files(user: Path, tmp_path: Path)
         assert (tmp_path / "thesis.tex").exists()
 
 
-def test_recipe_page_lists_every_key() -> None:
+def test_recipe_page_lists_every_key_and_ci_files_are_valid() -> None:
     page = (ROOT / "docs" / "rehearse.md").read_text(encoding="utf-8")
     rows = [row for row in page.split("## rehearsal.json")[1].split("##")[0].splitlines() if row.startswith("| `")]
     names = {name for row in rows for name in re.findall("`(\\w+)`", row.split("|")[1])}
     assert names == RehearsalRecord("").as_dict().keys()
     listed = re.findall(r"^\| ([\w, ]+) \|", page.split("## What happens")[1].split("##")[0], re.MULTILINE)
     assert tuple(name for row in listed[1:] for name in row.split(", ")) == STAGES
+    github, gitlab = (yaml.safe_load(block.split("```")[0]) for block in page.split("```yaml\n")[1:])
+    steps = [step["run"] for step in github["jobs"]["rehearse"]["steps"] if "run" in step]
+    for line in (steps[-1], gitlab["rehearse"]["script"][-1]):
+        words = line.replace("${{ matrix.run }}", "run.yaml").replace('"$RUN"', "run.yaml").split()
+        made = next(c for c in typer.main.get_command(app).commands.values() if c.name == words[1])  # type: ignore[attr-defined]
+        made.make_context(words[1], words[2:])
+        with pytest.raises(Exception, match="No such option"):
+            made.make_context(words[1], [*words[2:], "--kepe", "x"])

@@ -129,6 +129,9 @@ def test_a_key_that_differs_from_the_adapter_is_refused(
     [
         ({"peft_type": "LOHA"}, "of the kind LOHA"),
         ({"lora_bias": True}, "lora_bias is True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices is"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa changed the base"),
     ],
 )

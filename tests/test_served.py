@@ -18,7 +18,7 @@ from windlass import cli, tiny
 from windlass.init import draft_run
 from windlass.plan import make_plan
 from windlass.runfile import read_run_file
-from windlass.serve.servers import list_commands
+from windlass.serve.servers import ROWS, SERVERS, list_commands
 
 pytestmark = [
     pytest.mark.xdist_group("export"),
@@ -108,8 +108,11 @@ def test_a_server_reads_the_adapters_change(name: str, tmp_path: Path) -> None:
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("mistral4", "vllm", {"target_modules": ["q_a_proj"]}, "vLLM refuses q_a_proj"),
     ("mistral4", "llama.cpp", {"target_modules": ["o_proj"]}, "llama.cpp crashes on attention"),
+    ("mistral4", "sglang", {"target_modules": ["o_proj"]}, "SGLang refuses attention"),
+    ("llama", "vllm", {"target_modules": ["q_proj"], "use_dora": True}, "vLLM refuses dora"),
     ("llama", "vllm", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "vLLM refuses modules_to_save"),
     ("llama", "llama.cpp", {"target_modules": ["q_proj"], "use_dora": True}, "llama.cpp refuses dora"),
+    ("qwen3_moe", "llama.cpp", ROUTED, "llama.cpp refuses experts"),
     ("mixtral", "sglang", ROUTED, "SGLang ignores without a word experts"),
 ]
 
@@ -221,3 +224,12 @@ def test_the_run_files_server_is_the_exports(tmp_path: Path) -> None:
     shutil.move(tmp_path / "base", tmp_path / "gone")
     with refused("base-not-here", "--for vllm"):
         export(run, tmp_path / "again", say=silent)
+
+
+def test_the_table_is_consistent() -> None:
+    results = {"applied", "ignored", "refused", "misscaled", "crash"}
+    for row in ROWS:
+        assert row.server in SERVERS
+        assert row.result in results
+        assert row.seen
+        assert not row.form or (row.form == "per-expert") == bool(row.matrices)

@@ -742,6 +742,7 @@ def test_ranks_that_train_the_base_too_leave_the_probe_to_the_export(more: str, 
     nothing: Any = None
     write_probe(plan, nothing, nothing, nothing, lines.append)
     assert lines[0] == "probe     none: weights of the base were trained, and the ranks have no others to compare with"
+    assert "--to FOLDER` computes it where the model fits into memory" in lines[1]
 
 
 @pytest.mark.long
