@@ -97,6 +97,18 @@ def linear(dtype: torch.dtype, *, bias: bool = False) -> tuple[QuantizedLinear, 
     return in_fp8, plain
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, tracing
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_adapted_quantized_linear_is_one_graph_with_and_without_gradients(gradients: bool) -> None:
+    """Compiled layers are evaluated between steps: one that breaks there would run eagerly from then on."""
+    layer, _ = linear(torch.float32)
+    x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))
+    added = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3))
+    traced = torch.compile(lambda x, added: layer(x, added * 2), backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(gradients):
+        assert torch.equal(traced(x, added.requires_grad_(gradients)), layer(x, added * 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_quantized_linear_equals_the_16_bit_layer(dtype: torch.dtype, bias: bool) -> None:

@@ -139,9 +139,10 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor, added: Tensor | None = None) -> Tensor:
         dtype = choose_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
-        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"], added
-        )
+        given = (input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"], added)
+        if not torch.is_grad_enabled():  # compilers know no `mark_dirty` of a function that no gradient goes through
+            return compute_product(*given)
+        product: Tensor = _Product.apply(*given)  # type: ignore[no-untyped-call]
         return product
 
 
@@ -209,6 +210,29 @@ def _decode(codes: Tensor, scale: Tensor | None, coding: StoredFormat | None, dt
     return dequantize(*coding.parts(codes, scale), coding, dtype)
 
 
+def compute_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    coding: StoredFormat,
+    added: Tensor | None = None,
+) -> Tensor:
+    """Return what `_Product` does, in the memory of `added` if it can be."""
+    codes, scale = coding.parts(weight, scale)
+    if offsets is not None:
+        return kept.keep_expert_product(
+            lambda: expert_products(x, codes, scale, offsets, coding, added, transposed=True)
+        )
+    dense = dequantize(codes, scale, coding, x.dtype)
+    if added is None:
+        return nn.functional.linear(x, dense, bias)
+    assert bias is None
+    added.flatten(0, -2).addmm_(x.flatten(0, -2), dense.t())
+    return added
+
+
 class _Product(torch.autograd.Function):
     """x W^T + b and dy W for one matrix or (with `offsets`) each expert's own, dequantized for each product; into
     `added`, if there is something to add to."""
@@ -226,21 +250,10 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, offsets)
         ctx.coding = coding
-        codes, scale = coding.parts(weight, scale)
-        if offsets is not None:
-            product = kept.keep_expert_product(
-                lambda: expert_products(x, codes, scale, offsets, coding, added, transposed=True)
-            )
-            if product is added:
-                ctx.mark_dirty(added)
-            return product
-        dense = dequantize(codes, scale, coding, x.dtype)
-        if added is None:
-            return nn.functional.linear(x, dense, bias)
-        assert bias is None
-        added.flatten(0, -2).addmm_(x.flatten(0, -2), dense.t())
-        ctx.mark_dirty(added)
-        return added
+        product = compute_product(x, weight, scale, bias, offsets, coding, added)
+        if product is added:
+            ctx.mark_dirty(added)
+        return product
 
     @staticmethod
     @once_differentiable
