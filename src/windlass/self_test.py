@@ -403,7 +403,7 @@ def check_grouped(device: torch.device, dtype: str) -> str:
     module: Any = nn.Module()
     coding, codes, scale, matrices = make_codes("nf4" if dtype == "nf4" else "", device)
     if dtype == "bf16":
-        matrices = compare.make_numbers(torch.device("cpu"), 5, 48, 320).bfloat16().float()
+        matrices = compare.make_numbers(torch.device("cpu"), 5, 48, 384).bfloat16().float()
         module.weight = matrices.to(device, torch.bfloat16)
     else:
         module.weight = codes
@@ -417,7 +417,7 @@ def check_grouped(device: torch.device, dtype: str) -> str:
         rows = torch.tensor_split(x, ends[:-1])
         return torch.cat([part @ matrix.t() for part, matrix in zip(rows, matrices, strict=True)])
 
-    return compare_with_cpu(device, ours, plain, (64, 320))
+    return compare_with_cpu(device, ours, plain, (64, 384))
 
 
 def check_adapted_experts(device: torch.device) -> str:
