@@ -51,6 +51,7 @@ OUTPUT_DTYPES: Final = SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype f
 def export_adapter(
     source: AdapterSource,
     to: Path,
+    *,
     base_name: str,
     opened_by: str,
     dtype: str | None,

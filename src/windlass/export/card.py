@@ -1,5 +1,6 @@
 """The model card: what was trained, on what, and how."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +25,20 @@ TRAINED: Final = "## How it was trained"
 MOST_CHARACTERS: Final = 200  # of a setting's value
 
 
-def write_card(source: AdapterSource, to: Path, base: str, **facts: Any) -> None:
-    """Write the card. facts: further variables of its template, card.md.j2, whose head describes them."""
+def write_card(
+    source: AdapterSource,
+    to: Path,
+    base: str,
+    *,
+    dtype: str | None,
+    merged: bool = False,
+    other_base: str = "",
+    openers: Sequence[str] = (),
+    place: str = "",
+    commands: Sequence[str] = (),
+    evaluation: str = "",
+) -> None:
+    """Write the card. The head of its template, card.md.j2, describes what is given."""
     evaluations: dict[int, tuple[float, float | None]] = {}  # loss, and share of pairs whose chosen answer is preferred
     if source.run_folder and (source.run_folder / EVENTS).is_file():
         for event in read_json_lines(source.run_folder / EVENTS):
@@ -48,8 +61,14 @@ def write_card(source: AdapterSource, to: Path, base: str, **facts: Any) -> None
     settings["versions"] = [f"{name} {version}" for name, version in (source.manifest.get("versions") or {}).items()]
     template = jinja2.Template(Path(__file__).with_name("card.md.j2").read_text("utf-8"), keep_trailing_newline=True)
     text = template.render(
-        facts,
         base=base,
+        dtype=dtype,
+        merged=merged,
+        other_base=other_base,
+        openers=openers,
+        place=place,
+        commands=commands,
+        evaluation=evaluation,
         trained_on=describe_quantization(recorded.get("base_quantisation", {})),
         data=public_name((run.get("data") or {}).get("dataset_name_or_path")),
         name=run.get("name") or source.folder.name,

@@ -60,14 +60,24 @@ def export(
             if model_class or server:
                 what = "a merged model is its base's, whoever reads it"
                 raise UserError(what, "--for", "leave it out", "not-for-merged")
-            record |= merge_adapter(source, to, name, dtype, layout, workers, say, progress)
+            record |= merge_adapter(
+                source, to, base_name=name, dtype=dtype, layout=layout, workers=workers, say=say, progress=progress
+            )
         else:
             if layout:
                 raise UserError("an adapter has no layout of its own", "--layout", "add --merge", "no-such-layout")
             named = (source.manifest.get("run", {}).get("export") or {}).get("server")
-            server = server or (PEFT if model_class else named) or PEFT
-            opened_by = called or locate_base(source, name)
-            record |= export_adapter(source, to, name, opened_by, dtype, model_class, server, environment, say)
+            record |= export_adapter(
+                source,
+                to,
+                base_name=name,
+                opened_by=called or locate_base(source, name),
+                dtype=dtype,
+                model_class=model_class,
+                server=server or (PEFT if model_class else named) or PEFT,
+                environment=environment,
+                say=say,
+            )
         if probes and not record["deviations"]:
             record |= write_probe(source, to, record, say)
         write_json(to / EXPORT, record)

@@ -43,6 +43,7 @@ MISTRALS_FILES: Final = ("consolidated", "params.json")  # beginnings of names
 def merge_adapter(
     source: AdapterSource,
     to: Path,
+    *,
     base_name: str,
     dtype: str | None,
     layout: str | None,

@@ -142,10 +142,18 @@ def plan_merge(base: Base, deltas: Deltas, to: Path, dtype: str, names: LayoutFi
     others = [path for path in sorted(base.path.iterdir()) if path.name not in (CONFIG, SINGLE, INDEX, *OF_BASE)]
     others = [path for path in others if path.is_file()]
     left_out = [path for path in others if any(path.match(pattern) for pattern in LEFT_OUT)]
-    copied = tuple(path for path in others if path not in left_out)
-    reported = tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != ".")
-    written = MergePlan(OWN if dtype == FP8 else dtype, names, headers, tuple(entries), config, index, tuple(dropped))
-    return replace(written, others=copied, more=more, left_out=reported)
+    return MergePlan(
+        dtype=OWN if dtype == FP8 else dtype,
+        names=names,
+        headers=headers,
+        entries=tuple(entries),
+        dropped=tuple(dropped),
+        config=config,
+        index=index,
+        others=tuple(path for path in others if path not in left_out),
+        more=more,
+        left_out=tuple(p.name for p in left_out if not p.match("model*.safetensors") and p.name[0] != "."),
+    )
 
 
 def _rewrite(text: bytes, change: Callable[[dict[str, Any], str], Any], dtype: str) -> bytes:

@@ -92,10 +92,15 @@ def plan_conversion(base: Base, to: Path) -> MergePlan:
     entries = sorted(_list_entries(base, to), key=lambda entry: entry.out.file.name)
     headers, entries = lay_out(entries, MISTRAL)
     params = mistral_layout.make_params(read_table(base.path / CONFIG))
-    config = (json.dumps(params, indent=2) + "\n").encode()
-    index = make_index(entries, MISTRAL) if len(headers) > 1 else None
-    plan = MergePlan(OWN, MISTRAL, headers, tuple(entries), config, index)
-    return replace(plan, read=lambda folder: mistral_layout.read_mistral_layout(folder, base))
+    return MergePlan(
+        dtype=OWN,
+        names=MISTRAL,
+        headers=headers,
+        entries=tuple(entries),
+        config=(json.dumps(params, indent=2) + "\n").encode(),
+        index=make_index(entries, MISTRAL) if len(headers) > 1 else None,
+        read=lambda folder: mistral_layout.read_mistral_layout(folder, base),
+    )
 
 
 def _list_entries(base: Base, to: Path) -> Iterator[MergedEntry]:

@@ -139,10 +139,11 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor, added: Tensor | None = None) -> Tensor:
         dtype = choose_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
-        given = (input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"], added)
         if not torch.is_grad_enabled():  # compilers know no `mark_dirty` of a function that no gradient goes through
-            return compute_product(*given)
-        product: Tensor = _Product.apply(*given)  # type: ignore[no-untyped-call]
+            return multiply_one(input.to(dtype), self.dense(dtype), bias, added)
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            input.to(dtype), self.weight, self.weight_scale, bias, None, self.formats["weight"], added
+        )
         return product
 
 
@@ -210,22 +211,8 @@ def _decode(codes: Tensor, scale: Tensor | None, coding: StoredFormat | None, dt
     return dequantize(*coding.parts(codes, scale), coding, dtype)
 
 
-def compute_product(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor | None,
-    coding: StoredFormat,
-    added: Tensor | None = None,
-) -> Tensor:
-    """Return what `_Product` does, in the memory of `added` if it can be."""
-    codes, scale = coding.parts(weight, scale)
-    if offsets is not None:
-        return kept.keep_expert_product(
-            lambda: expert_products(x, codes, scale, offsets, coding, added, transposed=True)
-        )
-    dense = dequantize(codes, scale, coding, x.dtype)
+def multiply_one(x: Tensor, dense: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    """Return x W^T + b of one matrix, or x W^T + added in the memory of `added`."""
     if added is None:
         return nn.functional.linear(x, dense, bias)
     assert bias is None
@@ -250,7 +237,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, offsets)
         ctx.coding = coding
-        product = compute_product(x, weight, scale, bias, offsets, coding, added)
+        codes, scale = coding.parts(weight, scale)
+        if offsets is None:
+            product = multiply_one(x, dequantize(codes, scale, coding, x.dtype), bias, added)
+        else:
+            product = kept.keep_expert_product(
+                lambda: expert_products(x, codes, scale, offsets, coding, added, transposed=True)
+            )
         if product is added:
             ctx.mark_dirty(added)
         return product
